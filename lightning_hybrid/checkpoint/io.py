@@ -217,8 +217,14 @@ def _warn_of_objects(path: Path) -> None:
         )
 
 
-def durable_io(io: Any, kind: type) -> Any:
-    """Return the user's plugin, or else one of this `kind`, which also goes into a wrapper (`AsyncCheckpointIO`)."""
-    if isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
-        io.checkpoint_io = kind()  # it keeps the first that it is given
-    return kind() if io is None else io
+def _user_io_or_durable(strategy: Any) -> Any:
+    io = strategy._checkpoint_io
+    if io is None:
+        strategy._checkpoint_io = io = strategy._checkpoint_io_type()
+    elif isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
+        io.checkpoint_io = strategy._checkpoint_io_type()  # it keeps the first that it is given
+    return io
+
+
+# Of a strategy: the plugin of the user, or else one of its `_checkpoint_io_type`, which also goes into a wrapper.
+durable_by_default = property(_user_io_or_durable, lambda strategy, io: setattr(strategy, "_checkpoint_io", io))

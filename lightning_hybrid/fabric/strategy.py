@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.io import durable_io
+from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
@@ -31,7 +32,7 @@ from lightning_hybrid.strategy.half_precision import with_masters
 from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
-from lightning_hybrid.strategy.setup_watchdog import new_watchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
@@ -73,6 +74,7 @@ class FabricHybridAllReduce(_Base):
 
     _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric, as the next
     _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -135,16 +137,6 @@ class FabricHybridAllReduce(_Base):
         self._precision = with_masters(precision, self._precision_type, self._loss_scale)
 
     @property
-    def checkpoint_io(self) -> Any:
-        """The plugin of the user, or else `DurableCheckpointIO`."""
-        self._checkpoint_io = durable_io(self._checkpoint_io, self._checkpoint_io_type)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    @property
     def communication_plan(self) -> str | None:
         """Ranks, nodes, buckets and algorithms in one line, once known."""
         return self._comm.communication_plan
@@ -163,8 +155,7 @@ class FabricHybridAllReduce(_Base):
         """Set up as DDP; from here on a missing rank is named."""
         self._failures.begin(self.parallel_devices or ())
         super().setup_environment()
-        if self.world_size > 1:
-            self._failures.setup_watchdog = new_watchdog(self.root_device, self._timeout)
+        self._failures.watch_setup(SetupWatchdog, self.root_device, self._timeout)
 
     def _set_world_ranks(self) -> None:
         super()._set_world_ranks()
@@ -181,7 +172,7 @@ class FabricHybridAllReduce(_Base):
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(self._averages)
+            half.connect_averaging(partial(_averages, self._wrapper_of))
         refuse_slices(module)
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
@@ -210,11 +201,6 @@ class FabricHybridAllReduce(_Base):
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer
-
-    def _averages(self, parameter: Tensor) -> bool:
-        # DDP's own flag: False under `no_backward_sync`.
-        wrapper = self._wrapper_of.get(id(parameter))
-        return wrapper is None or wrapper.require_backward_grad_sync
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -311,6 +297,12 @@ class FabricHybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
+
+
+def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+    # DDP's own flag: False under `no_backward_sync`.
+    wrapper = wrapper_of.get(id(parameter))
+    return wrapper is None or wrapper.require_backward_grad_sync
 
 
 def _has_optimizer(state: dict[str, Any]) -> bool:

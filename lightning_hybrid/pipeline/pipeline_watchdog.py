@@ -28,9 +28,6 @@ from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 # How long the main thread waits before it looks for an error again.
 _LOOK_S = 0.2
 
-# Of the timeout: a wait of this length is a failure, before the backend makes it its own.
-GIVE_UP_AT = 0.9
-
 
 class PipelineWatchdog(SetupWatchdog):
     """Watchdog of all ranks of all pipelines, from setup to the end of a run. Collective.
@@ -40,7 +37,9 @@ class PipelineWatchdog(SetupWatchdog):
         device: where tensors are; on a GPU waiting is the device's, and a failure aborts its communicators.
     """
 
-    def __init__(self, *, timeout: timedelta, device: torch.device) -> None:
+    gives_up_on_cpu = True
+
+    def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
         self.engine: CommEngine | None = None  # of the data ranks, which a failure of the pipeline ends as well
         self._device = device
         self._place: str | None = None  # None: in no schedule
@@ -49,7 +48,7 @@ class PipelineWatchdog(SetupWatchdog):
         self._error = ""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        super().__init__(device=device, give_up_after_s=GIVE_UP_AT * timeout.total_seconds())
+        super().__init__(device=device, timeout=timeout)
 
     # ---- where this rank is ------------------------------------------------------------------------------------------
 

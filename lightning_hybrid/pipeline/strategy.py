@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ class HybridPipeline(DataRanksMixin):
     """
 
     registered_name = PIPELINE_NAME
+    _watchdog_type = PipelineWatchdog
 
     def __init__(
         self,
@@ -102,10 +103,6 @@ class HybridPipeline(DataRanksMixin):
     def _here(self) -> Stages:
         assert self._stages is not None  # from setup to teardown
         return self._stages
-
-    def _new_watchdog(self) -> PipelineWatchdog:
-        assert self._timeout is not None
-        return PipelineWatchdog(timeout=self._timeout, device=self.root_device)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -166,8 +163,13 @@ class HybridPipeline(DataRanksMixin):
 
         return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
 
-    def _hidden(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._cut is None else self._cut.hidden()
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        cut = self._cut
+        if self._stages is None:  # the end: after a failure blocks of others stay on the meta device
+            self._cut = None
+        with nullcontext() if cut is None else cut.hidden():
+            yield
 
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
@@ -313,7 +315,6 @@ class HybridPipeline(DataRanksMixin):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._until_teardown.close()
         try:
-            # After a failure blocks of other ranks stay on the meta device: nothing could fill them.
             if self._cut is not None and self._failures.ended_by is None:
                 self._cut.make_whole(self.optimizers)
                 self._cut = None

@@ -251,14 +251,6 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.masters.sum_gradients()
         return loss
 
-    def call_before_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_before_backward` alone: the stages of a pipeline have scaled their losses."""
-        return super().pre_backward(tensor, module)
-
-    def call_after_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Call the hooks `on_after_backward` alone: the stages of a pipeline have summed their gradients."""
-        return super().post_backward(tensor, module)
-
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(  # type: ignore[override]

@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hybrid.comm import CommEngine
@@ -111,6 +113,11 @@ class FailureReports:
         # A value of the user's stays.
         self._has_set = tuple(name for name in _OF_NCCL if on_cuda and name not in os.environ)
         os.environ.update({name: _OF_NCCL[name] for name in self._has_set})
+
+    def watch_setup(self, kind: type[SetupWatchdog], device: torch.device, timeout: timedelta | None) -> None:
+        """Name missing ranks from here on. Collective, where there are several."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.setup_watchdog = kind(device=device, timeout=timeout)
 
     def end_setup(self) -> None:
         """End the watchdog of the setup: the engine's names missing ranks from here on."""

@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.io import durable_io
+from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
@@ -43,7 +42,7 @@ from lightning_hybrid.strategy.half_precision import with_masters
 from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
-from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog, new_watchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -98,8 +97,10 @@ class HybridAllReduce(_Base):
     """
 
     registered_name = STRATEGY_NAME
+    _watchdog_type: type[SetupWatchdog] = SetupWatchdog
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -202,16 +203,6 @@ class HybridAllReduce(_Base):
         return self._comm.communication_plan
 
     @property
-    def checkpoint_io(self) -> Any:
-        """The plugin of the user, or else `DurableCheckpointIO`."""
-        self._checkpoint_io = durable_io(self._checkpoint_io, self._checkpoint_io_type)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    @property
     def precision_plugin(self) -> Precision:
         """The precision in force, which Lightning's `trainer.precision` reads."""
         return super().precision_plugin
@@ -250,11 +241,7 @@ class HybridAllReduce(_Base):
         """Set up as DDP; from here on a missing rank is named."""
         self._failures.begin(self.parallel_devices or ())
         super().setup_environment()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._failures.setup_watchdog = self._new_watchdog()
-
-    def _new_watchdog(self) -> SetupWatchdog:
-        return new_watchdog(self.root_device, self._timeout)
+        self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
@@ -263,11 +250,7 @@ class HybridAllReduce(_Base):
             self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
 
     def setup_distributed(self) -> None:
-        """Set up as DDP, with the store of `rendezvous.meet`.
-
-        Raises:
-            RendezvousError: ranks did not come, or cannot connect to one another.
-        """
+        """Set up as DDP, with the store of `rendezvous.meet`."""
         lightning_function("fabric.utilities.seed.reset_seed")()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()

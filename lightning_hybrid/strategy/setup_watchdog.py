@@ -26,13 +26,16 @@ INSIDE, OUTSIDE = "in a collective of Lightning's or torch's", "in no collective
 class SetupWatchdog:
     """Watchdog that names the rank others wait for, before there is an engine or where there is none. Collective.
 
-    `give_up_after_s`: after which a wait is a failure; None: when the backend says so. `device`: where tensors are;
-    on a GPU waiting is the device's, and a failure aborts its communicators.
+    `device`: where tensors are; on a GPU waiting is the device's, and a failure aborts its communicators. `timeout`: of
+    collectives; a wait of 0.9 of it is a failure on a GPU.
     """
 
-    # A collective that waits meanwhile fails when the backend says so; only then can the cause be named.
+    # Over Gloo a collective that waits for long fails by itself; only then can the cause be named.
 
-    def __init__(self, *, device: torch.device, give_up_after_s: float | None = None) -> None:
+    gives_up_on_cpu = False
+
+    def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
+        may_give_up = device.type == "cuda" or self.gives_up_on_cpu
         self._device_waits = DeviceWaits(device) if device.type == "cuda" else None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_inside, self._waited, self._caller = 0, "", threading.get_ident()
@@ -47,7 +50,7 @@ class SetupWatchdog:
             watched=self,
             hosts=[host for host, _ in places],
             addresses=[addresses for _, addresses in places],
-            give_up_after_s=give_up_after_s,
+            give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if timeout is not None and may_give_up else None,
         )
         self._watchdog.start()
 
@@ -93,9 +96,3 @@ class SetupWatchdog:
     def leave(self) -> None:
         """End; may be called again."""
         self._watchdog.leave()
-
-
-def new_watchdog(device: torch.device, timeout: timedelta | None) -> SetupWatchdog:
-    """Make a watchdog of the setup. Collective. Over Gloo a collective that waits for long fails by itself."""
-    limit_s = GIVE_UP_AT * timeout.total_seconds() if device.type == "cuda" and timeout is not None else None
-    return SetupWatchdog(device=device, give_up_after_s=limit_s)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.benchmarks.updates import ARMS, FLOOR_BYTES
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
+from recipes.networks.resnet import ResNet
 
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
 NUM_UPDATES, NUM_SAMPLES = 20, 5

@@ -14,7 +14,7 @@ TESTS = (
     "tests/checkpoint/test_host_copy.py",
     "tests/comm/codec/test_triton.py",
     "tests/comm/engine/test_engine.py",
-    "tests/data/images/test_dali.py",
+    "tests/recipes/datasets/test_dali.py",
     "tests/data/images/test_decode_threads.py",
     "tests/data/test_prefetch.py",
     "tests/optim/fused/cuda/test_kernels.py",

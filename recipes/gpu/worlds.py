@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
+from lightning_hybrid.comm.engine.job import Job
+from lightning_hybrid.comm.engine.stages import STAGES, run_stage
 from recipes.gpu.fits import Small, loader, trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
 

@@ -98,7 +98,7 @@ def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
         raise AssertionError("another stream")
 
     monkeypatch.setattr(
-        "lightning_hybrid.strategy.hybrid_allreduce.DistributedDataParallel", lambda *a, **k: seen.append((a, k))
+        "lightning_hybrid.strategy.comm_setup.DistributedDataParallel", lambda *a, **k: seen.append((a, k))
     )
     monkeypatch.setattr(HybridAllReduceStrategy, "determine_ddp_device_ids", lambda self: [3])
     for name in ("Stream", "stream", "set_stream"):
