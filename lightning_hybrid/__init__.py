@@ -21,10 +21,13 @@ if TYPE_CHECKING:
         MasterWeightPrecision,
     )
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+    from lightning_hybrid.strategy.extension import FitContext, FitExtension
 
 __all__ = [
     "DurableCheckpointIO",
     "DynamicLossScale",
+    "FitContext",
+    "FitExtension",
     "HybridAllReduceStrategy",
     "HybridPipelineStrategy",
     "LossScale",
@@ -33,7 +36,10 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_LOSS_SCALES = ("DynamicLossScale", "LossScale", "StaticLossScale")
+_PLACES = {
+    **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
+    **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
+}
 
 register_everywhere()
 
@@ -42,5 +48,4 @@ def __getattr__(name: str) -> object:
     # Imported when it is first asked for: every user pays for an import, and some use `pytorch_lightning` or Fabric.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = "precision.loss_scale" if name in _LOSS_SCALES else "flavours.lightning_pytorch"
-    return getattr(import_module(f"{__name__}.{place}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'flavours.lightning_pytorch')}"), name)

@@ -107,6 +107,7 @@ _NOT_IN_A_PIPELINE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: str(value).removeprefix("torch.") in ("int8", "int4"),
         "a codec numbers the blocks of a whole network, and a rank has that of its stages",
     ),
+    "extensions": (bool, "they are called with one engine, for a whole network"),
     "plan": (lambda value: isinstance(value, Planner), "a planner is asked about the gradients of a whole network"),
     "reduction": (lambda value: value == "adasum", "data ranks average the gradients of their stages"),
     "shard_update": (lambda value: value == "node", "a rank has masters and optimizer state of its stages only"),
