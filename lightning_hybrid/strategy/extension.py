@@ -181,9 +181,10 @@ class Extensions:
             options |= one.engine_options(self.fit, options["plan"])
         return options
 
-    def begin(self, **running: Any) -> None:
-        """Begin all; `running`: what a `RunningFit` has besides. Collective. Where one raises, `end` ends it too."""
-        self._running = fit = RunningFit(**vars(self.fit), **running)
+    def begin(self, comm: Any, wrapped: Any) -> None:
+        """Begin all; `comm`: the strategy's `CommSetup`. Collective. Where one raises, `end` ends it too."""
+        known = {**vars(self.fit), "plan": comm.plan, "engine": comm.engine, "hook_state": comm.hook_state}
+        self._running = fit = RunningFit(**known, wrapped=wrapped)
         for one in self.made:
             self._begun.append(one)
             one.after_setup(fit)
@@ -287,22 +288,31 @@ class Extensions:
         _call_all([partial(one.put_back, self.fit, error) for one in changed], error)
 
 
-def made_for(asked: Any, fit: FitContext) -> Extensions | None:
+def made_for(strategy: Any) -> Extensions | None:
     """Make what a strategy's options ask for, in the order of calls: ours, then the user's; None where that is nothing.
 
     Raises:
         ValueError: a constructor refuses the fit, or a factory makes something else.
     """
-    made: list[FitExtension | None] = []
-    between, local_steps = asked._comm._dtype_across_nodes, asked._comm._local_steps
+    comm, made = strategy._comm, list[FitExtension | None]()
+    fit = FitContext(
+        module=strategy.lightning_module,
+        precision=strategy.precision_plugin,
+        topology=comm.topology,
+        device=strategy.root_device,
+        timeout=strategy._timeout,
+        ddp_options=strategy._ddp_kwargs,
+        failures=strategy._failures,
+    )
+    between, local_steps = comm._dtype_across_nodes, comm._local_steps
     # Imported here: a fit without an option needs none of its modules.
     if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
         from lightning_hybrid.strategy.node_slices.extension import node_slices_for
 
         excluded = {  # with the one value that goes with slices
-            "num_stages": (getattr(asked, "num_stages", 1), 1),
-            "shard_update": (asked._shard_update, "off"),
-            "reduction": (asked._comm._reduction, "mean"),
+            "num_stages": (getattr(strategy, "num_stages", 1), 1),
+            "shard_update": (strategy._shard_update, "off"),
+            "reduction": (comm._reduction, "mean"),
             "comm_dtype_across_nodes": (between, None),
             "sync_across_nodes_every": (1 if local_steps is None else local_steps.every, 1),
         }
@@ -315,11 +325,11 @@ def made_for(asked: Any, fit: FitContext) -> Extensions | None:
         from lightning_hybrid.strategy.local_steps.extension import local_steps_for
 
         made.append(local_steps_for(fit, local_steps))
-    if asked._shard_update != "off":
+    if strategy._shard_update != "off":
         from lightning_hybrid.strategy.shard_update.extension import shard_update_for
 
         made.append(shard_update_for(fit))
-    for factory in asked._factories:
+    for factory in strategy._factories:
         made.append(one := factory(fit))
         if not isinstance(one, FitExtension):
             raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -265,30 +265,14 @@ class HybridAllReduce(_Base):
             refuse_nothing_to_train(self.lightning_module)
             refuse_slices(self.lightning_module)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._extensions = made_for(self, self._fit_context())
+            self._extensions = made_for(self)
         super().setup(trainer)
         if self._failures.engine is not None:
             if self._extensions is not None:
-                comm = self._comm
-                self._extensions.begin(
-                    plan=comm.plan, engine=comm.engine, hook_state=comm.hook_state, wrapped=self.model
-                )
+                self._extensions.begin(self._comm, self.model)
             self._comm.share_work(self.optimizers)
             self._comm.warn_of_reduction(self.optimizers)
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
-
-    def _fit_context(self) -> FitContext:
-        assert self.lightning_module is not None
-        assert self._timeout is not None
-        return FitContext(
-            module=self.lightning_module,
-            precision=self.precision_plugin,
-            topology=self._comm.topology,
-            device=self.root_device,
-            timeout=self._timeout,
-            ddp_options=self._ddp_kwargs,
-            failures=self._failures,
-        )
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Hide, while the module is moved, what is not on this rank."""
@@ -443,19 +427,12 @@ class HybridAllReduce(_Base):
         if self._extensions is not None:
             self._extensions.load(checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
+        masters = self._masters
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            with self._loading(optimizer, state) as own:
-                optimizer.load_state_dict(own)
+            part = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
+            with part as own, nullcontext() if masters is None else masters.swapped_in(optimizer):
+                optimizer.load_state_dict(dict(own))
                 to_device(optimizer, self.root_device)
-
-    @contextmanager
-    def _loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        with ExitStack() as stack:
-            if self._extensions is not None:
-                state = stack.enter_context(self._extensions.loading(optimizer, state))
-            if self._masters is not None:
-                stack.enter_context(self._masters.swapped_in(optimizer))
-            yield dict(state)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
