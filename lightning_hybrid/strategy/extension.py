@@ -10,6 +10,7 @@ Whether there are extensions, and which, is the same on all ranks. A hook that m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -355,7 +355,9 @@ def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> No
             raised[0].add_note(f"And then {type(other).__name__}: {other}")
         raise raised[0]
     for one in raised:
-        rank_zero_warn(f"After {type(error).__name__} this could not be ended: {type(one).__name__}: {one}")
+        warnings.warn(
+            f"After {type(error).__name__} this could not be ended: {type(one).__name__}: {one}", stacklevel=2
+        )
 
 
 def _callback(**hooks: Callable[[], None]) -> Any:

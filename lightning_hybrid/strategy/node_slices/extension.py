@@ -151,5 +151,5 @@ class NodeSlicesExtension(FitExtension):
 
 
 def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:
-    if masters_of(fit.module) is not None or hasattr(fit.precision, "connect_stages"):
+    if hasattr(fit.precision, "connect_stages"):
         fit.precision.connect_stages(largest)
