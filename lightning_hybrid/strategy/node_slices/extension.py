@@ -10,11 +10,11 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.node_slices.norm_clipping import clip_by_norm_over_slices
 from lightning_hybrid.strategy.node_slices.refusals import (
     refuse_callbacks,
     refuse_layers,
