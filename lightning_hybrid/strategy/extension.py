@@ -189,27 +189,21 @@ class Extensions:
             self._begun.append(one)
             one.after_setup(fit)
         # Hooks of a strategy come after those of callbacks, which swap weights, and of the module, which may export.
-        begins, ends, again = map(self._all, ("before_validation", "before_train_end", "in_validation"))
+        hooks = ("before_validation", "before_train_end", "in_validation")
+        begins, ends, again = (partial(self.call, hook) for hook in hooks)
         first = _callback(on_validation_start=begins, on_train_end=ends)
         last = _callback(on_validation_epoch_start=again, on_validation_epoch_end=again)
         self._callbacks = [first, last]
         fit.trainer.callbacks[:] = [first, *fit.trainer.callbacks, last]
 
-    def _all(self, hook: str) -> Callable[[], None]:
-        def call() -> None:
-            for one, fit in self._each():
-                getattr(one, hook)(fit)
-
-        return call
-
     def _each(self) -> list[tuple[FitExtension, RunningFit]]:
         fit = self._running
         return [] if fit is None else [(one, fit) for one in self._begun]
 
-    def before_batch(self, batch_idx: int) -> None:
-        """Prepare a batch of training."""
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all that returns nothing, while the fit runs."""
         for one, fit in self._each():
-            one.before_batch(fit, batch_idx)
+            getattr(one, hook)(fit, *args)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[], Any], **options: Any) -> Any:
         """Run an optimizer's step inside of all, the first outermost."""
@@ -218,10 +212,6 @@ class Extensions:
         for one, fit in reversed(self._each()):
             run = partial(one.step, fit, optimizer, run)
         return run()
-
-    def after_validation(self) -> None:
-        """Go back to training."""
-        self._all("after_validation")()
 
     @contextmanager
     def reading_module(self) -> Iterator[None]:
@@ -241,11 +231,6 @@ class Extensions:
         """Add entries next to the state of optimizers."""
         for one in self._begun if "optimizer_states" in checkpoint else ():
             one.save(self.fit, checkpoint)
-
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take entries."""
-        for one, fit in self._each():
-            one.load(fit, checkpoint)
 
     @contextmanager
     def loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -357,7 +357,7 @@ class HybridAllReduce(_Base):
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
         if self._extensions is not None:
-            self._extensions.before_batch(batch_idx)
+            self._extensions.call("before_batch", batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
         assert self.lightning_module is not None
@@ -383,7 +383,7 @@ class HybridAllReduce(_Base):
     def on_validation_end(self) -> None:
         """End validation as DDP: this comes after hooks of callbacks and module."""
         if self._extensions is not None:
-            self._extensions.after_validation()
+            self._extensions.call("after_validation")
         super().on_validation_end()
 
     def on_train_end(self) -> None:
@@ -425,7 +425,7 @@ class HybridAllReduce(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         if self._extensions is not None:
-            self._extensions.load(checkpoint)
+            self._extensions.call("load", checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         masters = self._masters
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
