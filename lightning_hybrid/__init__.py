@@ -22,16 +22,22 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
+    from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
 __all__ = [
+    "Adasum",
+    "Comm",
     "DurableCheckpointIO",
     "DynamicLossScale",
     "FitContext",
     "FitExtension",
     "HybridAllReduceStrategy",
     "HybridPipelineStrategy",
+    "LocalSteps",
     "LossScale",
     "MasterWeightPrecision",
+    "Mean",
+    "Report",
     "StaticLossScale",
 ]
 __version__ = "0.2.0"
@@ -39,6 +45,7 @@ __version__ = "0.2.0"
 _PLACES = {
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
     **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
+    **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),
 }
 
 register_everywhere()
@@ -48,4 +55,5 @@ def __getattr__(name: str) -> object:
     # Imported when it is first asked for: every user pays for an import, and some use `pytorch_lightning` or Fabric.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'flavours.lightning_pytorch')}"), name)
+    place = _PLACES.get(name, "flavours.lightning_pytorch")
+    return getattr(import_module(f"{__name__}.{place}"), name)

@@ -53,7 +53,7 @@ class HookState:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
-                "in it. Leave `strategy.comm_dtype` unset to sum them as they are."
+                "in it. Leave `strategy.comm.dtype` unset to sum them as they are."
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
@@ -128,6 +128,12 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         TypeError: for sparse gradients.
         RuntimeError: if the engine has failed or is closed.
     """
+    # On a CPU the precision's `TorchFunctionMode` is on around backward, and would take each call of torch made here.
+    with torch._C.DisableTorchFunction():
+        return _average(state, bucket)
+
+
+def _average(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     engine, buffer = engine_and_buffer(state, bucket)
     if state.scatter is not None and (future := state.scatter(bucket)) is not None:
         return future

@@ -294,14 +294,7 @@ def made_for(strategy: Any) -> Extensions | None:
     if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
         from lightning_hybrid.strategy.node_slices.extension import node_slices_for
 
-        excluded = {  # with the one value that goes with slices
-            "num_stages": (getattr(strategy, "num_stages", 1), 1),
-            "shard_update": (strategy._shard_update, "off"),
-            "reduction": (comm._reduction, "mean"),
-            "comm_dtype_across_nodes": (between, None),
-            "sync_across_nodes_every": (1 if local_steps is None else local_steps.every, 1),
-        }
-        made.append(node_slices_for(fit, **excluded))
+        made.append(node_slices_for(fit, comm.asked))
     if isinstance(between, Codec) and between.error_feedback:
         from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
 
@@ -310,11 +303,11 @@ def made_for(strategy: Any) -> Extensions | None:
         from lightning_hybrid.strategy.local_steps.extension import local_steps_for
 
         made.append(local_steps_for(fit, local_steps))
-    if strategy._shard_update != "off":
+    if comm.shard_update != "off":
         from lightning_hybrid.strategy.shard_update.extension import shard_update_for
 
         made.append(shard_update_for(fit))
-    for factory in strategy._factories:
+    for factory in comm.extension_factories:
         made.append(one := factory(fit))
         if not isinstance(one, FitExtension):
             raise ValueError(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.stages import STAGES, run_stage
@@ -130,10 +130,9 @@ def _sums_and_fits(setup: Details, given: Given, rank: int, num_ranks: int) -> D
 def _trainer(algorithm: Any, setup: Details, given: Given, num_ranks: int, **settings: Any) -> pl.Trainer:
     devices = setup["devices_per_host"]
     strategy = HybridAllReduceStrategy(
-        algorithm=algorithm,
+        comm=Comm(algorithm=algorithm, bucket_bytes=2048),  # several, so that they overtake one another if they can
         ranks_per_node=num_ranks // 2,
         process_group_backend=setup["backend"],
-        bucket_bytes=2048,  # several, so that they overtake one another if they can
         loss_scale=2.0**10,
         timeout=timedelta(seconds=30),
     )

@@ -23,7 +23,7 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.test_readme import python_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "fabric" / "README.md"
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -373,7 +373,7 @@ def test_what_cannot_work_is_refused_by_name(two_ranks):
     for foreign, owns_closure in two_ranks.run(errors):
         assert "(shape (2,)) is trained but not averaged" in foreign
         assert owns_closure.startswith("MisconfigurationException: `optimizer` (=LBFGS) must not run the closure")
-    for option in ("tune", "trace_dir"):
+    for option in ("report", "shard_update"):
         with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
             HybridAllReduceStrategy(**{option: "on"})
 

@@ -1,4 +1,4 @@
-"""The tables of the strategy's README for users of other libraries: what stands in their middle column trains."""
+"""The tables of the page for users of other libraries: what stands in their middle column trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lightning_hybrid
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Comm, HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.optim import LAMB, LARS, param_groups
@@ -23,7 +23,7 @@ from tests import toy
 from tests.data.images.pictures import write_root
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "lightning_hybrid" / "strategy" / "README.md"
+README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
 # Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
 # the keys of commands.
@@ -40,9 +40,9 @@ PROVED_BY = {
 
 def rows() -> dict[str, list[tuple[str, str]]]:
     """The first two columns of each table, by the name of the library."""
-    text = README.read_text().partition("## Coming from another library")[2].partition("\n## ")[0]
+    text = README.read_text().partition("## Checkpoints of other libraries")[0]
     found = {}
-    for section in text.split("\n### ")[1:]:
+    for section in text.split("\n## ")[1:]:
         lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
         found[section.splitlines()[0]] = [(had.strip(), write.strip()) for had, write, *_ in lines[1:]]
     return found
@@ -138,7 +138,7 @@ def trained_with(code: str, folder: str):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings("ignore:`reduction` .='adasum'. combines the means of several nodes")  # here is one
+@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
 @pytest.mark.parametrize("code", CODES)
 def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
     one, other = two_ranks.run(trained_with, code, str(tmp_path))
@@ -180,7 +180,7 @@ class Slope(pl.LightningModule):
 def averages():
     """The average by torch's hook, by ours, and without compression."""
     hooked, found = CompressesAsTorch(default_hooks.fp16_compress_hook), []
-    ours = HybridAllReduceStrategy(comm_dtype="float16", ranks_per_node=1)
+    ours = HybridAllReduceStrategy(comm=Comm(dtype="float16"), ranks_per_node=1)
     for strategy, callbacks in (("ddp", [hooked]), (ours, []), ("ddp", [])):
         module = Slope()
         toy.trainer(strategy=strategy, callbacks=callbacks, max_steps=1).fit(module, toy.loader())
@@ -199,12 +199,12 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
     [
         (
             {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-            "give comm_dtype='float16'",
+            "give comm=Comm\\(dtype='float16'",
         ),
-        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, .* use strategy='ddp'"),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, use strategy='ddp'"),
         ({"ddp_comm_state": object()}, "use strategy='ddp'"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),
-        ({"model_averaging_period": 4}, "for local steps use strategy='ddp'"),
+        ({"model_averaging_period": 4}, "in place of averages of models between_nodes=LocalSteps"),
     ],
     ids=["fp16", "PowerSGD", "state", "wrapper", "local SGD"],
 )

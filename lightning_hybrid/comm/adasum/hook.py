@@ -1,4 +1,4 @@
-"""The hook of DistributedDataParallel for `reduction="adasum"`: mean inside the node, Adasum between nodes.
+"""The hook of DistributedDataParallel for `Adasum`: mean inside the node, Adasum between nodes.
 
     buffer  --/ before-->  wire  --sum in the node, Adasum of the nodes-->  wire  --/ after-->  buffer
 
@@ -28,7 +28,7 @@ def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Raises:
         TypeError: for sparse gradients.
-        ValueError: if nodes or plan do not fit (`engine/adasum.py`).
+        ValueError: if nodes or plan do not fit (`combine.py`).
         RuntimeError: if the engine has failed or is closed.
 
     Source: Maleki et al. 2020 (arXiv:2006.02924).

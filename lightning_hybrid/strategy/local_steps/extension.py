@@ -23,13 +23,13 @@ from lightning_hybrid.placement import broadcast_
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
-from lightning_hybrid.run_status import has_grad_scaler
+from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps, refuse_setup
 from lightning_hybrid.strategy.node_groups import end_group, new_node_group
+from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
 OUTER_MOMENTUM = "outer_momentum"
@@ -44,18 +44,23 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
     if fit.topology.num_nodes > 1:
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
-        f"`sync_across_nodes_every` (={steps.every}) has nothing to do: all ranks share one node, and each step "
-        "averages their gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
+        f"`between_nodes` (={steps!r}) has nothing to do: all ranks share one node, and each step averages their "
+        "gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
     )
     return None
 
 
 class LocalStepsExtension(FitExtension):
-    """Averages weights over nodes every so many steps, with `sync_across_nodes_every`."""
+    """Averages weights over nodes every so many steps, with `between_nodes=LocalSteps(...)`."""
 
     def __init__(self, fit: FitContext, steps: LocalSteps) -> None:
-        layers, has_scaler = fit.module.named_modules(), has_grad_scaler(fit.precision)
-        refuse_setup(fit.topology, layers, fit.trainer.callbacks, has_grad_scaler=has_scaler)
+        refuse_excluded(
+            {"local steps": f"`between_nodes` (={steps!r})"}
+            | in_nodes(fit.topology)
+            | in_module(fit.module)
+            | in_callbacks(fit.trainer.callbacks)
+            | in_precision(fit.precision)
+        )
         self.steps = steps
         self._nodes: IndependentNodes | None = None  # from set-up to end
         self._loaded_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until nodes part
@@ -65,7 +70,7 @@ class LocalStepsExtension(FitExtension):
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
         """Return the options, to be compared between ranks."""
-        return {"compared": self.steps.options}
+        return {"compared": {"between_nodes": self.steps}}
 
     def after_setup(self, fit: RunningFit) -> None:
         """Make the groups of the nodes. Collective."""
@@ -105,7 +110,7 @@ class LocalStepsExtension(FitExtension):
             nodes.note_step()  # user code may step past Lightning
             if batch_idx == steps.every and num_steps == 0 and not fit.module.automatic_optimization:
                 rank_zero_warn(
-                    f"`sync_across_nodes_every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
+                    f"`between_nodes.every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
                     f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
                     "`self.optimizers()`, not those inside of them."
                 )

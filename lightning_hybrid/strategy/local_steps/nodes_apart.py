@@ -13,7 +13,7 @@ from lightning_hybrid.comm import CommEngine, HookState
 from lightning_hybrid.placement import broadcast_
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps
+from lightning_hybrid.strategy.options import LocalSteps
 
 
 class IndependentNodes:

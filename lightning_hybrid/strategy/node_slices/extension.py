@@ -14,30 +14,31 @@ from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
-from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.node_slices.refusals import (
-    refuse_callbacks,
-    refuse_layers,
-    refuse_optimizers_with_norms,
-    refuse_options,
-    refuse_topology,
-    refuse_unknown_names,
-    without_odd_heads,
+from lightning_hybrid.strategy.compatibility import (
+    in_callbacks,
+    in_module,
+    in_nodes,
+    in_optimizers,
+    in_precision,
+    refuse_excluded,
 )
+from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
+from lightning_hybrid.strategy.node_slices.refusals import refuse_layers, refuse_unknown_names, without_odd_heads
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit, requested_layers
 
 
-def node_slices_for(fit: FitContext, **others: tuple[object, object]) -> NodeSlicesExtension | None:
-    """Make the extension; None, with a warning, where nothing is to be cut. `others`: as in `refuse_options`.
+def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExtension | None:
+    """Make the extension; None, with a warning, where nothing is to be cut. `asked`: by options, as of `in_options`.
 
     Raises:
         ValueError: options, callbacks, nodes or layers do not fit.
     """
     module, topology, layers = fit.module, fit.topology, requested_layers(fit.module)
-    refuse_options(layers, precision=fit.precision.precision, module=module, **others)
+    asked = {**asked, "node slices": f"`node_slices` (={layers})"}
+    refuse_excluded(asked | in_precision(fit.precision) | in_module(module))
     refuse_unknown_names(module, layers)
-    refuse_callbacks(fit.trainer.callbacks, cut=[module.get_submodule(name) for names in layers for name in names])
-    refuse_topology(topology)
+    cut = [module.get_submodule(name) for names in layers for name in names]
+    refuse_excluded(asked | in_callbacks(fit.trainer.callbacks, cut=cut) | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
             f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
@@ -83,7 +84,7 @@ class NodeSlicesExtension(FitExtension):
     def after_setup(self, fit: RunningFit) -> None:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
         slices, wrapped = self._cut, fit.wrapped
-        refuse_optimizers_with_norms(fit.optimizers, slices)
+        refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(fit.optimizers, of=slices))
         self._averaged = {id(parameter) for parameter in fit.module.parameters()} - slices.frozen
         slices.connect(
             fit.optimizers,

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.coded_plan import plan_for_owners
 from lightning_hybrid.precision.averaging import masters_of
+from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.shard_update.refusals import refuse_optimizers, refuse_precision, refuse_unequal_nodes
 from lightning_hybrid.strategy.shard_update.sharded_fit import ShardedFit
+
+ASKED = {"shard update": "`shard_update` (='node')"}
 
 
 def shard_update_for(fit: FitContext) -> ShardUpdateExtension | None:
@@ -23,8 +25,7 @@ def shard_update_for(fit: FitContext) -> ShardUpdateExtension | None:
     Raises:
         ValueError: precision or nodes do not fit.
     """
-    refuse_precision(fit.precision.precision)
-    refuse_unequal_nodes(fit.topology)
+    refuse_excluded(ASKED | in_precision(fit.precision) | in_nodes(fit.topology))
     if fit.topology.ranks_per_node != 1:
         return ShardUpdateExtension()
     rank_zero_warn(
@@ -45,7 +46,7 @@ class ShardUpdateExtension(FitExtension):
 
     def after_setup(self, fit: RunningFit) -> None:
         """Cut masters and optimizer state."""
-        refuse_optimizers(fit.optimizers)
+        refuse_excluded(ASKED | in_optimizers(fit.optimizers))
         self._shared = ShardedFit(fit.engine, masters_of(fit.module), fit.optimizers, fit.device)
         # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
         is_possible = not fit.ddp_options.get("find_unused_parameters", False)

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.stats.link_bytes import traffic_of
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.strategy.shard_update import shard_exchange as part_exchange
+from lightning_hybrid.strategy.shard_update.extension import ShardUpdateExtension
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from tests import toy
 from tests.comm.layouts import engine_over, integers, sum_of_integers
@@ -66,7 +67,7 @@ def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, preci
 
 
 def test_two_nodes_combined_by_adasum_share_the_update_to_the_bit(four_ranks):
-    kwargs = {"options": {"reduction": "adasum", "ranks_per_node": 2}}
+    kwargs = {"options": {"between_nodes": Adasum(), "ranks_per_node": 2}}
     for found, _ in four_ranks.run(both, sgd, "16-true", kwargs):
         assert found == ALL_SAME
 
@@ -166,7 +167,8 @@ class CountsScattered(pl.Callback):
         self.num = 0
 
     def on_train_batch_start(self, trainer, *args):
-        scatter = trainer.strategy._shared.scatter if trainer.strategy._shared else None
+        extensions = trainer.strategy._extensions
+        scatter = extensions.made[0]._parts.scatter if extensions else None
         if scatter is not None:
             self.num = sum(packing is not None for packing in scatter._packings.values())
 
@@ -178,7 +180,7 @@ def scattered(optimizer, precision, kwargs, options):
     return found, skipped, counts.num
 
 
-SMALL_BUCKETS = {"algorithm": "two_level", "bucket_bytes": 64 * 1024}
+SMALL_BUCKETS = {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(4, 2)], [(2, 2), (3, 3), (4, 2)]))
@@ -310,7 +312,7 @@ def resumed_on_other_nodes(path, precision):
     def begun_and_resumed(shard_update, *ranks_per_node):
         for name, resume, ranks in zip(("begun", "again"), (None, "begun/two.ckpt"), ranks_per_node, strict=True):
             options = {
-                "algorithm": "flat",
+                "comm": Comm(algorithm="flat"),
                 "ranks_per_node": ranks,
                 "resume": resume and f"{path}/{shard_update}/{resume}",
             }
@@ -350,13 +352,11 @@ def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
     """There `auto` is flat, which leaves no gather of gradients out: the weights' would come on top."""
-    strategy = HybridAllReduceStrategy(shard_update="node")
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
-    strategy._topology, strategy.parallel_devices = topology, [torch.device("cuda", 0)]
-    strategy._precision_plugin = MasterWeightPrecision("16-true")
-    assert strategy._check_sharing()
+    fit = SimpleNamespace(device=torch.device("cuda", 0))
+    plan = ShardUpdateExtension().engine_options(fit, CommPlan())["plan"]
     for numel in (2**12, 2**24):
-        planned = strategy._plan.bucket(
+        planned = plan.bucket(
             index=0, numel=numel, dtype="float16", num_bytes=2 * numel, topology=topology, on_cuda=True
         )
         assert planned.num_chunks == (1 if numel == 2**12 else 2)
