@@ -1,5 +1,7 @@
 """`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and other numbers of nodes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
