@@ -62,7 +62,7 @@ def test_the_update_is_shared_in_nodes_or_not(setting):
 
 def test_yaml_reads_on_and_off_as_booleans():
     strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
-    assert (strategy._tune, strategy._shard_update) == ("on", "off")
+    assert (strategy._tune, strategy._comm.shard_update) == ("on", "off")
 
 
 PLAN = CommPlan(algorithm="flat")

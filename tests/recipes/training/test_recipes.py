@@ -246,7 +246,7 @@ def effect_of(ablation, recipe):
             "fixed": ablated.precision_plugin.loss_scale.value == 1,
         },
         # one rank sums nothing: the plan alone differs
-        "strategy.comm.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
+        "strategy.comm.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._comm._plan), "same": not differ},
     }[name]()
 
 
