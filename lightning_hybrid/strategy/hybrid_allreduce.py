@@ -33,11 +33,10 @@ from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.half_precision import with_masters
-from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:

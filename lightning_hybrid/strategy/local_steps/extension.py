@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
 from lightning_hybrid.placement import broadcast_
@@ -28,7 +29,6 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
