@@ -30,7 +30,8 @@ from lightning_hybrid.strategy.arguments import (
     user_moves_batches,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
-from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension, made_for
+from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
+from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.half_precision import with_masters
 from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
