@@ -407,8 +407,7 @@ class HybridAllReduce(_Base):
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         if self._extensions is not None:
             self._extensions.call("load", checkpoint)
-        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
-        masters = self._masters
+        masters, to_device = self._masters, lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             part = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
             with part as own, nullcontext() if masters is None else masters.swapped_in(optimizer):
