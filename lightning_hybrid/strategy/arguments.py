@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,7 +19,9 @@ from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.bucket_layout import ddp_limits
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.plan import MAX_BYTES
-from lightning_hybrid.lightning_names import is_overridden, misconfiguration
+from lightning_hybrid.lightning_names import is_overridden, lightning_types, misconfiguration
+from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
 from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
@@ -27,6 +29,8 @@ from lightning_hybrid.strategy.registration import STRATEGY_NAME
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import Precision
+
+Masters = TypeVar("Masters", bound=MasterWeightMixin)
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -256,3 +260,11 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
                 "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
                 f"only the direction is left. Use strategy/between_nodes=mean with {name}, or SGD or Adam with Adasum."
             )
+
+
+def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | LossScale | None) -> Any:
+    """Return a plugin of this `kind` in the place of Lightning's plain half precision, and any other as it is."""
+    plain = ("pytorch.plugins.precision.HalfPrecision", "fabric.plugins.precision.HalfPrecision")
+    if not any(isinstance(plugin, lightning_types(name)) for name in plain):
+        return plugin
+    return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)

@@ -28,12 +28,12 @@ from lightning_hybrid.strategy.arguments import (
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     user_moves_batches,
+    with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
-from lightning_hybrid.strategy.half_precision import with_masters
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
