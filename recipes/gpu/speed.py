@@ -7,23 +7,36 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+import yaml
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.benchmarks.updates import ARMS, FLOOR_BYTES
 from recipes.gpu.fits import trainer_for
-from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.worlds import layout, run_world
 
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
+PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum
 NUM_UPDATES, NUM_SAMPLES = 20, 5
 HEAD_START_CYCLES = 400_000_000  # 0.2 s at 2 GHz, in which the host enqueues all updates
 
@@ -105,10 +118,19 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 class SpeedModule(pl.LightningModule):
     """ResNet that trains on random images in the device's memory."""
 
-    def __init__(self, *, is_ours: bool, size: Details) -> None:
+    def __init__(self, *, is_ours: bool, is_sharded: bool, size: Details) -> None:
         super().__init__()
         self.net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-        self.is_ours = is_ours
+        self.is_ours, self.is_sharded = is_ours, is_sharded
+
+    def configure_model(self) -> None:
+        """For `fully_shard`: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
+        if not self.is_sharded:
+            return
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
+        fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
+        fully_shard(self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy."""
@@ -152,40 +174,133 @@ def _size(given: Given) -> Details:
         return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2, "num_rounds": 1}
     is_large = torch.cuda.get_device_properties(0).total_memory > 40 * 2**30
     batch = 256 if is_large else 64
-    return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40, "num_rounds": 3}
+    return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40, "num_rounds": 2}
 
 
-def _images_per_s(given: Given, size: Details, *, is_ours: bool) -> float:
+# Precision and strategy of each arm. By the name of "16-mixed" Lightning takes bf16 on a CPU, and drops DDP's hooks.
+RESNET_ARMS: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "ours, 16-true": ("16-true", HybridAllReduceStrategy),
+    "ours, bf16-true": ("bf16-true", HybridAllReduceStrategy),
+    "16-mixed": ("16-mixed", DDPStrategy),
+    "bf16-mixed": ("bf16-mixed", DDPStrategy),
+    "bf16-mixed, bf16_compress_hook": ("bf16-mixed", lambda: DDPStrategy(ddp_comm_hook=bf16_compress_hook)),
+    "fully_shard, bf16 and fp32 sums": ("32-true", ModelParallelStrategy),
+}
+
+
+def images_per_s(arm: str, given: Given, rank: int = 0, num_ranks: int = 1) -> Details:
+    """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
     gc.collect()  # the last trainer and its module refer to one another
-    device, clock = torch.device(given.device), _Clock(size)
+    size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
+    device, clock = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu"), _Clock(size)
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
     batch = [images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)]
-    # By the name of "16-mixed" Lightning would take bf16 on a CPU: there both do.
-    precision = ("16-true" if is_ours else "16-mixed") if given.on_cuda else ("bf16-true" if is_ours else "bf16-mixed")
-    strategy: Any = HybridAllReduceStrategy() if is_ours else "auto"
     num_steps = size["num_warmup"] + size["num_steps"]
-    settings = {"strategy": strategy, "max_steps": num_steps, "max_epochs": -1, "deterministic": False}
-    trainer = trainer_for(given, precision, benchmark=True, callbacks=[clock], **settings)
-    trainer.fit(SpeedModule(is_ours=is_ours, size=size), _Same(batch, num_steps))
-    return clock.images_per_s
+    settings = {"strategy": strategy(), "max_steps": num_steps, "max_epochs": -1, "deterministic": False}
+    settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
+    is_ours, is_sharded = strategy is HybridAllReduceStrategy, strategy is ModelParallelStrategy
+    module = SpeedModule(is_ours=is_ours, is_sharded=is_sharded, size=size)
+    trainer_for(given, precision, **settings).fit(module, _Same(batch, num_steps))
+    return {"images_per_s": num_ranks * clock.images_per_s}
 
 
 def resnet50(given: Given) -> Details:
-    """Measure images per second of ResNet-50 in turns: 16-true with LARS, and Lightning's 16-mixed with fused SGD."""
-    size, rates = _size(given), dict[str, list[float]](ours=[], lightning=[])
-    for _ in range(size["num_rounds"]):
-        for arm, samples in rates.items():
-            samples.append(_images_per_s(given, size, is_ours=arm == "ours"))
-    ours, theirs = (statistics.median(samples) for samples in rates.values())
-    rows = {arm: [round(sample, 1) for sample in samples] for arm, samples in rates.items()}
-    table = [{"arm": arm, "images/s, median": statistics.median(row), "rounds": row} for arm, row in rows.items()]
-    message = f"{ours:.0f} images/s, Lightning's mixed precision {theirs:.0f}: {ours / theirs:.2f} times"
+    """Measure images per second of ResNet-50 in turns: ours with LARS, Lightning's own with fused SGD, on all GPUs.
+
+    A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
+    """
+    num_gpus = torch.cuda.device_count() if given.on_cuda else 1
+    num_rounds = 2 if given.on_cuda else 1
+    worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {("ours, 16-true", 1): list[float]()}
+    errors: dict[tuple[str, int], str] = {}
+    for (arm, num_ranks), samples in [*worlds.items()] * num_rounds:
+        try:
+            run = partial(images_per_s, arm)
+            answers = run_world(given, run, num_ranks=num_ranks, limit_s=given.limit_s / 4)
+            samples.append(min(answer["images_per_s"] for answer in answers))
+        except AssertionError as error:
+            errors[arm, num_ranks] = str(error)[:200]
+    table: list[Details] = []
+    for (arm, num_ranks), samples in worlds.items():
+        row: Details = {"arm": arm, "GPUs" if given.on_cuda else "processes": num_ranks}
+        row["images/s"] = round(statistics.median(samples), 1) if samples else errors[arm, num_ranks]
+        table.append(row | {"rounds": [round(sample, 1) for sample in samples]})
+    assert worlds["ours, 16-true", num_gpus], f"ours must train: {errors['ours, 16-true', num_gpus]}"
+    ours = statistics.median(worlds["ours, 16-true", num_gpus])
+    theirs = {
+        arm: statistics.median(found) for (arm, _), found in worlds.items() if found and not arm.startswith("ours")
+    }
+    message = ", ".join(f"{ours / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in theirs.items())
+    message = f"ResNet-50, {num_gpus} ranks: {ours:.0f} images/s in 16-true with LARS: {message}"
     return {
-        "status": verdict(given, is_fast=ours > theirs),
+        "status": verdict(given, is_fast=ours > max(theirs.values(), default=0.0)),
         "message": message if given.on_cuda else f"{message} (a tiny network: no measurement)",
         "table": table,
-        "size": size,
+        "size": {**_size(given), "num_rounds": num_rounds},
     }
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def sums(given: Given) -> Details:
+    """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with what the planner predicts."""
+    backend, num_ranks, per_host = layout(given)
+    if given.on_cuda and backend == "gloo":
+        raise NotHere("needs two GPUs")
+    of_ranks = run_world(given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
+    cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
+    table: list[Details] = []
+    for key in of_ranks[0]:
+        num_bytes, seconds = int(key) * 2**20, [max(answer[key][way] for answer in of_ranks) for way in (0, 1)]
+        row: Details = {
+            "MiB": int(key),
+            "backend ms": round(1e3 * seconds[0], 3),
+            "engine ms": round(1e3 * seconds[1], 3),
+        }
+        row["bus GB/s"] = round(2 * (num_ranks - 1) / num_ranks * num_bytes / seconds[0] / 1e9, 2)
+        predicted_s = None if cluster is None else cluster.alone_s("flat", num_bytes)
+        row["predicted ms"] = None if predicted_s is None else round(1e3 * predicted_s, 3)
+        table.append(row | {"x predicted": None if predicted_s is None else round(seconds[0] / predicted_s, 2)})
+    slowest = max((row["x predicted"] for row in table if row["x predicted"]), default=None)
+    said = ", ".join(f"{row['MiB']} MiB {row['engine ms']} ms ({row['backend ms']} by {backend})" for row in table)
+    words = "no prediction for this machine" if slowest is None else f"at most {slowest} times the planner's"
+    status = "PASS" if slowest is None else verdict(given, is_fast=slowest <= PREDICTION_BOUND)
+    return {"status": status, "message": f"sums of {num_ranks} ranks: {said}; {words}", "table": table}
+
+
+def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
+    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
+    limit = timedelta(seconds=60)
+    dist.init_process_group(backend, timeout=limit, device_id=device if given.on_cuda else None)
+    topology = Topology.from_ranks_per_node(rank=rank, world_size=num_ranks, ranks_per_node=num_ranks)
+    engine = CommEngine(topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device)
+    found = {}
+    for mib in (1, 25, 100) if given.on_cuda else (1, 4):
+        flat = torch.zeros(mib << 19, dtype=torch.float16, device=device)
+        ways = (lambda: dist.all_reduce(flat), lambda: engine.submit(flat, bucket_index=0, is_last=True).wait())  # noqa: B023
+        found[str(mib)] = [seconds_of(way, device)[0] for way in ways]
+    engine.close()
+    return found
+
+
+def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
+    """Return the description in conf/cluster of one node with GPUs of this name; None where there is none.
+
+    >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
+    (370800000000.0, None)
+    """
+    names = {"H200": "hgx_h200", "H100": "dgx_h100", "A100": "dgx_a100", "B200": "hgx_b200"}
+    name = next((file for card, file in names.items() if card in gpu), None)
+    if name is None:
+        return None
+    links = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())["links"]
+    values = {key: value for key, value in links["transport"].items() if not key.startswith("_")}
+    inside, across = (
+        Link(latency_s=links[place]["latency_s"], bytes_per_s=links[place]["bytes_per_s"])
+        for place in ("inside", "across")
+    )
+    return Cluster(num_nodes=1, ranks_per_node=num_ranks, inside=inside, across=across, transport=Nccl(**values))
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -198,7 +313,7 @@ def decoding(given: Given) -> Details:
     """
     size = _size(given)
     batches = _decoded(given, size)
-    alone = _images_per_s(given, size, is_ours=True)
+    alone = images_per_s("ours, 16-true", given)["images_per_s"]
     count, stop = [0], threading.Event()
 
     def decode() -> None:
@@ -211,7 +326,7 @@ def decoding(given: Given) -> Details:
     thread.start()
     start_s = time.perf_counter()
     try:
-        both = _images_per_s(given, size, is_ours=True)
+        both = images_per_s("ours, 16-true", given)["images_per_s"]
     finally:
         stop.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Checks with ranks: all algorithms on one rank, four ranks on one device; with more GPUs, NCCL and a dead rank."""
+"""Checks with ranks: all algorithms on one rank, a rank that is lost; and the processes of several ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,20 @@ from recipes.gpu.runner import Details, Given, NotHere
 SUMS = tuple(STAGES)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUMELS = (1, 37, 10_007, 1 << 20)
-KILLED_AT, KILLED_RANK = 6, 1
+LOST_AT, LOST_RANK = 6, 1
 NAMED_WITHIN_S = 60.0
+
+
+def _raise() -> None:
+    raise ValueError("raised on purpose, in backward")
+
+
+# A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
+LOSSES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+}
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
@@ -58,28 +70,37 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
 
 
+def one_rank_of_the_other_class(given: Given) -> Details:
+    """Run it by the class of NCCL that `"nccl"` does not name in this torch."""
+    use_other_class(given)
+    return one_rank(given)
+
+
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def four_ranks(given: Given) -> Details:
-    """Run four ranks of one device over Gloo, as two nodes of two: sums and whole fits of every algorithm."""
-    return _all_algorithms(given, backend="gloo", num_ranks=4, devices_per_host=1)
+def layout(given: Given, *, at_most: int = 8) -> tuple[str, int, int]:
+    """Return backend, number of ranks, and ranks on what counts as a host.
+
+    A GPU per rank over NCCL; where there is one GPU, ranks share it over Gloo, each as a host of its own.
+    """
+    if not given.on_cuda:
+        return "gloo", min(4, at_most), min(4, at_most)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        return "gloo", min(4, at_most), 1
+    num_ranks = min(at_most, 1 << num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
+    return "nccl", num_ranks, num_ranks
 
 
-def nccl(given: Given) -> Details:
-    """Run the same on a GPU per rank, over NCCL, as two nodes of one host."""
-    num_ranks = _num_gpus_for_ranks(given)
-    return _all_algorithms(given, backend="nccl", num_ranks=num_ranks, devices_per_host=num_ranks)
+def use_other_class(given: Given) -> None:
+    """Have groups of this process and of its ranks made by NCCL's other class.
 
-
-def nccl_of_the_other_class(given: Given) -> Details:
-    """Run it by the class of NCCL that `"nccl"` does not name in this torch."""
-    _use_other_class(given)
-    return nccl(given)
-
-
-def _use_other_class(given: Given) -> None:
-    _num_gpus_for_ranks(given)
+    Raises:
+        NotHere: there is no GPU, or one class.
+    """
+    if not given.on_cuda:
+        raise NotHere("NCCL needs a GPU")
     if not hasattr(dist, "ProcessGroupNCCL2"):
         raise NotHere("this torch has one class of NCCL")
     # torch 2.14 has the second where it is asked for, 2.15 has the first so.
@@ -87,60 +108,7 @@ def _use_other_class(given: Given) -> None:
     os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"
 
 
-def _num_gpus_for_ranks(given: Given) -> int:
-    num_gpus = min(8, torch.cuda.device_count() // 2 * 2) if given.on_cuda else 0
-    if num_gpus < 2:
-        raise NotHere(f"needs two GPUs, and there {'is one' if given.on_cuda else 'are none'}")
-    return num_gpus
-
-
-def _all_algorithms(given: Given, *, backend: str, num_ranks: int, devices_per_host: int) -> Details:
-    setup = {"backend": backend, "devices_per_host": devices_per_host}
-    run, limit_s = partial(_sums_and_fits, setup), 0.9 * given.limit_s
-    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=devices_per_host)
-    table = []
-    for algorithm in SUMS:
-        of_ranks = [answer[algorithm] for answer in answers]
-        error = next((each["error"] for each in of_ranks if each["error"]), "")
-        if not error and len({each["weights"] for each in of_ranks}) > 1:
-            error = "weights must have the same bits on all ranks, and have not"
-        seconds = max(each["seconds"] for each in of_ranks)
-        table.append({"algorithm": algorithm, "ranks": num_ranks, "seconds": seconds, "error": error})
-    failed = [f"{row['algorithm']}: {row['error']}" for row in table if row["error"]]
-    assert not failed, f"{num_ranks} ranks over {backend}: {'; '.join(failed)}"
-    return {"message": f"{num_ranks} ranks as two nodes over {backend}: {', '.join(SUMS)}", "table": table}
-
-
-def _sums_and_fits(setup: Details, given: Given, rank: int, num_ranks: int) -> Details:
-    """Check on each rank, for each algorithm, exact sums, and a fit in which each rank has other images."""
-    answer: Details = {}
-    for algorithm in SUMS:
-        start_s, module, error = time.monotonic(), Small("lars"), ""
-        try:
-            trainer = _trainer(algorithm, setup, given, num_ranks, callbacks=[_Sums(algorithm)])
-            trainer.fit(module, loader(seed=rank))
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"[:300]
-        seconds = round(time.monotonic() - start_s, 1)
-        answer[algorithm] = {"error": error, "seconds": seconds, "weights": _digest(module.parameters())}
-    return answer
-
-
-def _trainer(algorithm: Any, setup: Details, given: Given, num_ranks: int, **settings: Any) -> pl.Trainer:
-    devices = setup["devices_per_host"]
-    strategy = HybridAllReduceStrategy(
-        algorithm=algorithm,
-        ranks_per_node=num_ranks // 2,
-        process_group_backend=setup["backend"],
-        bucket_bytes=2048,  # several, so that they overtake one another if they can
-        loss_scale=2.0**10,
-        timeout=timedelta(seconds=30),
-    )
-    layout = {"devices": devices, "num_nodes": num_ranks // devices, "use_distributed_sampler": False}
-    return trainer_for(given, "16-true", strategy=strategy, max_epochs=1, **layout, **settings)
-
-
-class _Sums(pl.Callback):
+class KnownSums(pl.Callback):
     """Callback that checks known sums before training, when the process group exists."""
 
     def __init__(self, algorithm: Any) -> None:
@@ -162,66 +130,59 @@ class _Sums(pl.Callback):
         engine.close()
 
 
-def _digest(tensors: Any) -> str:
-    return str([tensor.detach().cpu().double().flatten().dot(_weights(tensor)).item().hex() for tensor in tensors])
+# ---- a rank is lost --------------------------------------------------------------------------------------------------
 
 
-def _weights(tensor: Tensor) -> Tensor:
-    return torch.arange(1, tensor.numel() + 1, dtype=torch.float64).sqrt()
+def lost_rank(how: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
+    """Make a check: a rank ends in backward by `how`, one of `LOSSES`; the others end in an error that names it."""
+    return partial(_lost_rank, how, is_other_class)
 
 
-# ---- a dead rank -----------------------------------------------------------------------------------------------------
-
-
-def dead_rank(given: Given) -> Details:
-    """Send `kill -9` to one of two ranks in backward: the other ends in an error that names it, in seconds."""
-    return _lost_rank(given, signal.SIGKILL)
-
-
-def dead_rank_of_the_other_class(given: Given) -> Details:
-    """Do the same by the other class of NCCL."""
-    _use_other_class(given)
-    return dead_rank(given)
-
-
-def stopped_rank(given: Given) -> Details:
-    """Stop one of two ranks, as a debugger does: over NCCL nothing breaks, and yet the others name it."""
-    _num_gpus_for_ranks(given)
-    return _lost_rank(given, signal.SIGSTOP)
-
-
-def _lost_rank(given: Given, by: signal.Signals) -> Details:
-    num_ranks = _num_gpus_for_ranks(given) if given.on_cuda else 2
-    backend = "nccl" if given.on_cuda else "gloo"
-    setup = {"backend": backend, "devices_per_host": num_ranks}
-    killed = given.folder / "killed_s"
-    run = partial(_loses_a_rank, setup, killed, by)
+def _lost_rank(how: str, is_other_class: bool, given: Given) -> Details:
+    if is_other_class:
+        use_other_class(given)
+    backend, num_ranks, per_host = layout(given)
+    if is_other_class and backend == "gloo":
+        raise NotHere("needs two GPUs")
+    lost = given.folder / "lost_s"
+    run = partial(_loses_a_rank, how, lost, backend, per_host)
     limit_s = 0.9 * given.limit_s
-    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, may_die=(KILLED_RANK,))
-    killed_s, table = float(killed.read_text()), []
+    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,))
+    lost_s, table = float(lost.read_text()), []
     for rank, answer in enumerate(answers):
-        if rank != KILLED_RANK:
-            after_s = answer["noticed_s"] - killed_s
-            is_named = f"rank {KILLED_RANK}" in answer["error"]
-            table.append({"rank": rank, "seconds until its error": round(after_s, 2), "names the dead": is_named})
-            assert is_named, f"rank {rank} must name rank {KILLED_RANK}, and said: {answer['error'][:300]}"
+        if rank != LOST_RANK:
+            after_s = answer["noticed_s"] - lost_s
+            is_named = f"rank {LOST_RANK}" in answer["error"]
+            table.append({"rank": rank, "seconds until its error": round(after_s, 2), "names the lost": is_named})
+            assert is_named, f"rank {rank} must name rank {LOST_RANK}, and said: {answer['error'][:300]}"
             assert after_s < NAMED_WITHIN_S, f"rank {rank} took {after_s:.1f} s to notice"
     slowest_s = max(row["seconds until its error"] for row in table)
-    return {"message": f"{backend}: every other rank named the dead one within {slowest_s} s", "table": table}
+    return {"message": f"{backend}: every other rank named the lost one within {slowest_s} s", "table": table}
 
 
-def _loses_a_rank(setup: Details, killed: Path, by: signal.Signals, given: Given, rank: int, num_ranks: int) -> Details:
+def _loses_a_rank(
+    how: str, lost: Path, backend: str, per_host: int, given: Given, rank: int, num_ranks: int
+) -> Details:
     count = [0]
 
-    def die(grad: Tensor) -> None:
+    def lose(grad: Tensor) -> None:
         count[0] += 1
-        if count[0] == KILLED_AT:
-            killed.write_text(str(time.monotonic()))
-            os.kill(os.getpid(), by)
+        if count[0] == LOST_AT:
+            lost.write_text(str(time.monotonic()))
+            LOSSES[how]()
 
-    module = Small("lars", on_hidden=die if rank == KILLED_RANK else None)
+    module = Small("lars", on_hidden=lose if rank == LOST_RANK else None)
+    strategy = HybridAllReduceStrategy(
+        algorithm="hierarchical",
+        ranks_per_node=num_ranks // 2,
+        process_group_backend=backend,
+        bucket_bytes=2048,
+        loss_scale=2.0**10,
+        timeout=timedelta(seconds=30),
+    )
+    of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host, "use_distributed_sampler": False}
     try:
-        _trainer("hierarchical", setup, given, num_ranks).fit(module, loader(seed=rank))
+        trainer_for(given, "16-true", strategy=strategy, max_epochs=1, **of_ranks).fit(module, loader(seed=rank))
     except Exception as error:
         return {"noticed_s": time.monotonic(), "error": f"{type(error).__name__}: {error}"}
     return {"noticed_s": time.monotonic(), "error": "no error at all"}

@@ -1,0 +1,174 @@
+"""What README offers on several ranks: each as a small fit on GPUs against the same fit over Gloo on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor
+
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
+from recipes.gpu.fits import Small, apart, loader, trainer_for
+from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.worlds import KnownSums, layout, run_world, use_other_class
+
+NUM_STAGES = 2
+
+
+class Plain(Small):
+    """The same network without buffers that a step writes: pipelines refuse them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the cross entropy."""
+        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+
+class Sliced(Plain):
+    """The last two layers cut over a node."""
+
+    node_slices = (("net.9", "net.11"),)
+
+
+class Sharded(Plain):
+    """FSDP2: parameters are shards of DTensors."""
+
+    def configure_model(self) -> None:
+        """Shard the network over all ranks."""
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One fit, as it differs from 16-true with LARS on two nodes.
+
+    `bound`: of the norm of any parameter, between GPUs and CPU. `by_gloo`: whether Gloo carries all of its messages
+    between ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
+    """
+
+    promise: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "16-true"
+    optimizer: str = "lars"
+    num_nodes: int = 2
+    module: type[Small] = Small
+    strategy: type[Any] = HybridAllReduceStrategy
+    bound: float = 2e-2
+    by_gloo: bool = False
+
+
+_SUMS = partial(Feature, promise="the four all-reduces, exact sums", by_gloo=True)
+_CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedback", bound=0.2)
+_STAGES = partial(Feature, promise="pipelines", strategy=HybridPipelineStrategy, module=Plain)
+_STAGED = {"num_stages": NUM_STAGES, "num_microbatches": 4}
+FEATURES: dict[str, Feature] = {
+    "flat": _SUMS(options={"algorithm": "flat"}),
+    "parallel_flat": _SUMS(options={"algorithm": "parallel_flat"}),
+    "hierarchical": _SUMS(options={"algorithm": "hierarchical"}),
+    "two_level": _SUMS(options={"algorithm": "two_level"}),
+    "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.1, by_gloo=True),
+    "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", bound=0.1, by_gloo=True),
+    "accumulation": Feature(
+        promise="accumulation and clipping",
+        settings={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        by_gloo=True,
+    ),
+    "fp16_wire": Feature(
+        promise="fp16 on the wire of an fp32 run", options={"comm_dtype": "float16"}, precision="32-true", by_gloo=True
+    ),
+    "int8": _CODEC(options={"comm_dtype_across_nodes": "int8"}),
+    "int8_feedback": _CODEC(options={"comm_dtype_across_nodes": "int8", "error_feedback": True}),
+    "int4": _CODEC(options={"comm_dtype_across_nodes": "int4"}),
+    "int4_feedback": _CODEC(options={"comm_dtype_across_nodes": "int4", "error_feedback": True}),
+    "adasum": Feature(promise="Adasum", options={"reduction": "adasum"}, optimizer="sgd"),
+    "local_steps": Feature(promise="steps between nodes", options={"sync_across_nodes_every": 2}, by_gloo=True),
+    "shard_update": Feature(promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1),
+    "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
+    "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal", bound=0.1),
+    "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
+    "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
+    "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),
+    "fsdp2": Feature(
+        promise="LARS on FSDP2's shards", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"
+    ),
+    "fabric": Feature(promise="Fabric", strategy=FabricStrategy, by_gloo=True),
+}
+
+
+def fits_as_on_cpu(name: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
+    """Make the check of a feature; `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
+    return partial(_fits_as_on_cpu, name, is_other_class)
+
+
+def _fits_as_on_cpu(name: str, is_other_class: bool, given: Given) -> Details:
+    feature = FEATURES[name]
+    if is_other_class:
+        use_other_class(given)
+    backend, num_ranks, per_host = layout(given)
+    if given.on_cuda and backend == "gloo" and not feature.by_gloo:
+        raise NotHere("needs two GPUs: NCCL takes one rank on each, and Gloo has not all of its messages for GPUs")
+    on_cpu = replace(given, device="cpu")
+    worlds = [(given, backend, per_host)] + ([(on_cpu, "gloo", num_ranks)] if given.on_cuda else [])
+    weights = []
+    for where, carrier, of_host in worlds:
+        run = partial(_trained, feature, carrier, of_host)
+        answers = run_world(where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host)
+        assert len({answer["bits"] for answer in answers}) == 1, f"over {carrier} ranks must end with the same bits"
+        weights.append(torch.load(given.folder / f"{where.device}.pt"))
+    assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
+    message = f"{num_ranks} ranks over {backend}: the same bits"
+    if not given.on_cuda:
+        return {"message": message}
+    distance = max(apart(weights[0][key], weights[1][key]) for key in weights[1])
+    assert distance < feature.bound, f"it must agree with the CPU to {feature.bound}, and is {distance:.2g} apart"
+    return {"message": f"{message}, {distance:.1e} of a norm from those of the CPU", "apart": distance}
+
+
+def _trained(feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int) -> Details:
+    """Fit on each rank with other images; all stages of a pipeline read the same."""
+    options = {**feature.options, "process_group_backend": backend, "timeout": timedelta(seconds=60)}
+    if feature.strategy is not ModelParallelStrategy:
+        options["ranks_per_node"] = num_ranks // feature.num_nodes
+        options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
+        options["bucket_bytes"] = 2048  # several, so that they overtake one another if they can
+    strategy, module = feature.strategy(**options), feature.module(feature.optimizer)
+    batches = loader(seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank)
+    of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
+    if isinstance(strategy, Strategy):
+        callbacks = [KnownSums(feature.options["algorithm"])] if "algorithm" in feature.options else []
+        fit: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "callbacks": callbacks, **feature.settings}
+        trainer = trainer_for(given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit)
+        trainer.fit(module, batches)
+    else:
+        _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
+    weights = {
+        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().cpu().float()
+        for name, weight in module.named_parameters()
+    }
+    if rank == 0:
+        torch.save(weights, given.folder / f"{given.device}.pt")
+    parts = (weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double() for weight in weights.values())
+    return {"bits": " ".join(part.item().hex() for part in parts)}
+
+
+def _loop(given: Given, feature: Feature, module: Small, batches: Any, **settings: Any) -> None:
+    accelerator = "gpu" if given.on_cuda else "cpu"
+    fabric = lightning.Fabric(accelerator=accelerator, precision=feature.precision, **settings)  # type: ignore[arg-type]
+    fabric.launch()
+    model, optimizer = fabric.setup(module.net, module.configure_optimizers())
+    for images, labels in fabric.setup_dataloaders(batches, use_distributed_sampler=False):
+        loss = F.cross_entropy(model(images).float(), labels)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    fabric.strategy.teardown()
