@@ -19,7 +19,6 @@ wandb.
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,61 +29,41 @@ from recipes.gpu import features, fits, machine, page, runner, speed, suite, wai
 from recipes.gpu.runner import Check
 
 ROOT = Path(__file__).resolve().parents[1]
-_lost = partial(Check, limit_s=150, gpu_s=30, promise="a lost rank is an error that names it, within seconds")
-# By worth: what is wrong before what is slow, one rank before several. The seconds on one GPU: 8 to start and compile,
-# 25 for ranks that share it and the same fit on the CPU.
+
+
+def _check(name: str, run: runner.Run, limit_s: float, gpu_s: float, promise: str = "") -> Check:
+    return Check(name=name, run=run, limit_s=limit_s, gpu_s=gpu_s, promise=promise)
+
+
+BOTH = "both classes of NCCL"
+LOST = "a lost rank is an error that names it, within seconds"
+# By worth: what is wrong before what is slow, one rank before several. Columns: seconds at most, seconds on one GPU by
+# estimate (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), what README promises.
 CHECKS = [
     *(
-        Check(
-            name=f"fits_{precision}_{optimizer}",
-            run=fits.ends_in(precision, optimizer),
-            limit_s=90,
-            promise=f"{precision} with {optimizer.upper()}",
-            gpu_s=12,
-        )
+        _check(f"fits_{precision}_{name}", fits.ends_in(precision, name), 90, 12, f"{precision} with {name.upper()}")
         for precision in ("16-true", "bf16-true", "32-true")
-        for optimizer in ("lars", "lamb")
+        for name in ("lars", "lamb")
     ),
-    Check(name="resumes", run=fits.resumes, limit_s=90, promise="a resumed run ends with the same bits", gpu_s=15),
-    Check(name="waits", run=waits.waits, limit_s=60, promise="no stream reads too early", gpu_s=15),
-    Check(name="who_waits", run=waits.who_waits, limit_s=60, promise="no step waits for the device", gpu_s=10),
-    Check(name="one_rank", run=worlds.one_rank, limit_s=60, promise="both classes of NCCL", gpu_s=10),
-    Check(
-        name="one_rank_other",
-        run=worlds.one_rank_of_the_other_class,
-        limit_s=60,
-        promise="both classes of NCCL",
-        gpu_s=10,
-    ),
+    _check("resumes", fits.resumes, 90, 15, "a resumed run ends with the same bits"),
+    _check("waits", waits.waits, 60, 15, "no stream reads too early"),
+    _check("who_waits", waits.who_waits, 60, 10, "no step waits for the device"),
+    _check("one_rank", worlds.one_rank, 60, 10, BOTH),
+    _check("one_rank_other", worlds.one_rank_of_the_other_class, 60, 10, BOTH),
     *(
-        Check(
-            name=name,
-            run=features.fits_as_on_cpu(name),
-            limit_s=150,
-            promise=feature.promise,
-            gpu_s=25 if feature.by_gloo else 0,
-        )
+        _check(name, features.fits_as_on_cpu(name), 150, 25 if feature.by_gloo else 0, feature.promise)
         for name, feature in features.FEATURES.items()
     ),
-    *(_lost(name=f"rank_{how}", run=worlds.lost_rank(how)) for how in worlds.LOSSES),
+    *(_check(f"rank_{how}", worlds.lost_rank(how), 150, 30, LOST) for how in worlds.LOSSES),
     *(
-        Check(
-            name=f"{name}_other",
-            run=features.fits_as_on_cpu(name, is_other_class=True),
-            limit_s=150,
-            promise="both classes of NCCL",
-        )
+        _check(f"{name}_other", features.fits_as_on_cpu(name, is_other_class=True), 150, 0, BOTH)
         for name in ("flat", "two_level", "hierarchical", "int8")
     ),
-    *(
-        _lost(name=f"rank_{how}_other", run=worlds.lost_rank(how, is_other_class=True), gpu_s=0)
-        for how in worlds.LOSSES
-    ),
-    Check(name="updates", run=speed.updates, limit_s=90, gpu_s=20),
-    Check(name="resnet50", run=speed.resnet50, limit_s=600, gpu_s=270),
-    Check(name="sums", run=speed.sums, limit_s=90),
-    Check(name="decoding", run=speed.decoding, limit_s=90, gpu_s=60),
-    Check(name="gpu_tests", run=suite.gpu_tests, limit_s=600, promise="the suite's tests of a GPU", gpu_s=120),
+    *(_check(f"rank_{how}_other", worlds.lost_rank(how, is_other_class=True), 150, 0, LOST) for how in worlds.LOSSES),
+    _check("updates", speed.updates, 90, 20),
+    _check("resnet50", speed.resnet50, 600, 270),
+    _check("sums", speed.sums, 90, 0),
+    _check("gpu_tests", suite.gpu_tests, 600, 120, "the suite's tests of a GPU"),
 ]
 
 

@@ -158,7 +158,7 @@ def _trained(feature: Feature, backend: str, per_host: int, given: Given, rank: 
     if rank == 0:
         torch.save(weights, given.folder / f"{given.device}.pt")
     parts = (weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double() for weight in weights.values())
-    return {"bits": " ".join(part.item().hex() for part in parts)}
+    return {"bits": " ".join(float(part).hex() for part in parts)}
 
 
 def _loop(given: Given, feature: Feature, module: Small, batches: Any, **settings: Any) -> None:

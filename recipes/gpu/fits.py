@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,33 +112,29 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
 
 def ends_in(precision: str, optimizer: str) -> Callable[[Given], Details]:
     """Make a check: it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
-    return _Ends(precision, optimizer)
+    return partial(_ends, precision, optimizer)
 
 
-class _Ends:
-    def __init__(self, precision: str, optimizer: str) -> None:
-        self.precision, self.optimizer = precision, optimizer
-
-    def __call__(self, given: Given) -> Details:
-        weights, warned = [], []
-        for fused in (False, True):
-            module = Small(self.optimizer, fused=fused)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                weights.append(short_fit(given, module, self.precision))
-            warned += [str(each.message) for each in caught]
+def _ends(precision: str, optimizer: str, given: Given) -> Details:
+    weights, warned = [], []
+    for fused in (False, True):
+        module = Small(optimizer, fused=fused)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights.append(short_fit(given, module, precision))
+        warned += [str(each.message) for each in caught]
+        _is_as_before(module)
+        first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
+        assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
+    if (precision, optimizer) == ("16-true", "lars"):
+        for what in ("validate", "test", "predict"):
+            getattr(trainer_for(given, precision), what)(module, loader())
             _is_as_before(module)
-            first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
-            assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
-        if (self.precision, self.optimizer) == ("16-true", "lars"):
-            for what in ("validate", "test", "predict"):
-                getattr(trainer_for(given, self.precision), what)(module, loader())
-                _is_as_before(module)
-        distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
-        # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
-        bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[self.precision]
-        assert distance < bound, f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
-        return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
+    distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
+    # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
+    bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
+    assert distance < bound, f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
+    return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
 
 
 def _is_as_before(module: Small) -> None:

@@ -1,4 +1,4 @@
-"""What a check leaves to be read and sent: a page, an archive, three plain lines, rows for README's table of results."""
+"""What a check leaves: a page, an archive to send, three plain lines, rows for README's table of results."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.cli.markdown import markdown_table
+
 Details = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [f"recipes.gpu.{name}" for name in ("features", "fits", "speed", "waits", "worlds")]
@@ -42,6 +44,9 @@ class Given:
         return self.device == "cuda"
 
 
+Run = Callable[[Given], Details]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """Question about this machine.
@@ -53,7 +58,7 @@ class Check:
     """
 
     name: str
-    run: Callable[[Given], Details]
+    run: Run
     limit_s: float
     promise: str = ""
     gpu_s: float = 0.0
@@ -132,7 +137,7 @@ def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit
     return CheckOutcome(name=check.name, seconds=seconds, **result)
 
 
-def _be(run: Callable[[Given], Details], given: Given) -> None:
+def _be(run: Run, given: Given) -> None:
     """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -237,25 +242,10 @@ def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format all `table`s that checks returned, lists of rows of one form, in Markdown.
-
-    >>> found = {"table": [{"arm": "lars", "ms": 0.25}, {"arm": "lamb", "ms": 0.5}]}
-    >>> print(tables([CheckOutcome(name="updates", status="PASS", seconds=1.0, message="", details=found)]))
-    updates
-    <BLANKLINE>
-    | arm | ms |
-    |---|---|
-    | lars | 0.25 |
-    | lamb | 0.5 |
-    """
-    parts = []
-    for outcome in outcomes:
-        rows = outcome.details.get("table", [])
-        if rows:
-            head = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-            body = ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in rows]
-            parts.append("\n".join([outcome.name, "", *head, *body]))
-    return "\n\n".join(parts)
+    """Format all `table`s that checks returned, lists of rows of one form, in Markdown."""
+    found = [(one.name, rows) for one in outcomes if (rows := one.details.get("table"))]
+    cells = [(name, list(rows[0]), [[str(cell) for cell in row.values()] for row in rows]) for name, rows in found]
+    return "\n\n".join(f"{name}\n\n{markdown_table(header, body)}" for name, header, body in cells)
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:

@@ -1,12 +1,11 @@
-"""Speed: updates against the memory's bandwidth, training against Lightning's own, training during decoding."""
+"""Speed: updates against the memory's bandwidth, training against Lightning's own, sums against the planner."""
 
 from __future__ import annotations
 
 import gc
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,14 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.benchmarks.updates import ARMS, FLOOR_BYTES
+from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 from recipes.gpu.worlds import layout, run_world
@@ -38,7 +36,6 @@ from recipes.gpu.worlds import layout, run_world
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
 PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum
 NUM_UPDATES, NUM_SAMPLES = 20, 5
-HEAD_START_CYCLES = 400_000_000  # 0.2 s at 2 GHz, in which the host enqueues all updates
 
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
@@ -56,7 +53,7 @@ def updates(given: Given) -> Details:
     more than 1.3 times their bytes.
     """
     device = torch.device(given.device)
-    rate = device_copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
+    rate = copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
     case = "resnet50" if given.on_cuda else "linear_8mib"
     shapes, table = GRADIENT_SETS[case](), list[Details]()
     for arm in ("sgd_fused_fp32", "lars_fused", "adamw_fused_fp32", "lamb"):
@@ -78,38 +75,12 @@ def updates(given: Given) -> Details:
     }
 
 
-def device_copy_rate(device: torch.device, *, num_bytes: int) -> float:
-    """Measure the bytes per second, read and written, of copying a tensor."""
-    source = torch.ones(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)[0]
-
-
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time the device, and the host that enqueues: medians over samples, each of many calls."""
+    """Time the device, and the host that enqueues: medians over samples, each of several calls on a GPU."""
     for _ in range(3):  # compiles, and touches memory
         work()
-    device_s, host_s = [], []
-    for _ in range(NUM_SAMPLES):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(device)
-            # The device waits until all updates are queued: its time has no gap in which the host prepares.
-            torch.cuda._sleep(HEAD_START_CYCLES)
-            begin.record()
-            start_s = time.perf_counter()
-            for _ in range(NUM_UPDATES):
-                work()
-            host_s.append((time.perf_counter() - start_s) / NUM_UPDATES)
-            end.record()
-            end.synchronize()
-            device_s.append(begin.elapsed_time(end) / 1e3 / NUM_UPDATES)
-        else:
-            start_s = time.perf_counter()
-            work()
-            device_s.append(time.perf_counter() - start_s)
-            host_s.append(device_s[-1])
-    return statistics.median(device_s), statistics.median(host_s)
+    samples = [time_one(work, device, num_in_a_row=NUM_UPDATES) for _ in range(NUM_SAMPLES)]
+    return statistics.median(one for one, _ in samples), statistics.median(host_s for _, host_s in samples)
 
 
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
@@ -244,8 +215,8 @@ def resnet50(given: Given) -> Details:
 
 
 def sums(given: Given) -> Details:
-    """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with what the planner predicts."""
-    backend, num_ranks, per_host = layout(given)
+    """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner's."""
+    backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
         raise NotHere("needs two GPUs")
     of_ranks = run_world(given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
@@ -301,73 +272,3 @@ def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
         for place in ("inside", "across")
     )
     return Cluster(num_nodes=1, ranks_per_node=num_ranks, inside=inside, across=across, transport=Nccl(**values))
-
-
-# ---- decoding --------------------------------------------------------------------------------------------------------
-
-
-def decoding(given: Given) -> Details:
-    """Measure images per second of training on images in memory, alone and while threads of this process decode.
-
-    The decoded images are dropped: what is seen is what the threads take from the thread that trains.
-    """
-    size = _size(given)
-    batches = _decoded(given, size)
-    alone = images_per_s("ours, 16-true", given)["images_per_s"]
-    count, stop = [0], threading.Event()
-
-    def decode() -> None:
-        for each in batches():
-            count[0] += len(each[1])
-            if stop.is_set():
-                return
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    start_s = time.perf_counter()
-    try:
-        both = images_per_s("ours, 16-true", given)["images_per_s"]
-    finally:
-        stop.set()
-        thread.join()
-    decoded = count[0] / (time.perf_counter() - start_s)
-    only_s, num_only = time.perf_counter(), 0
-    for each in batches():
-        num_only += len(each[1])
-        if time.perf_counter() - only_s > (4.0 if given.on_cuda else 0.5):
-            break
-    only = num_only / (time.perf_counter() - only_s)
-    table = [
-        {"what": "training alone", "images/s": round(alone, 1)},
-        {"what": "training during decoding", "images/s": round(both, 1)},
-        {"what": "decoding during training", "images/s": round(decoded, 1)},
-        {"what": "decoding alone", "images/s": round(only, 1)},
-    ]
-    message = f"training has {both / alone:.0%} of its rate during decoding, decoding {decoded / only:.0%} of its own"
-    return {"message": message, "table": table}
-
-
-def _decoded(given: Given, size: Details) -> Callable[[], Iterable[Sequence[Tensor]]]:
-    """Make batches without end, as `ImageNetDataModule` decodes them, from photographs that libraries contain."""
-    try:
-        from recipes.benchmarks.photos import write_photos
-    except ImportError as error:
-        raise NotHere(f"the photographs come with scikit-learn and matplotlib: {error}") from error
-    num_images = 512 if given.on_cuda else 16
-    root = given.folder / "photos"
-    write_photos(root, num_train=num_images, num_val=2, num_classes=2)
-    data = ImageNetDataModule(
-        root=str(root),
-        global_batch_size=min(size["batch"], 64),
-        seed=0,
-        num_classes=2,
-        image_size=size["pixels"],
-        eval_resize=size["pixels"] + 32,
-    )
-    data.setup("fit")
-
-    def batches() -> Iterable[Sequence[Tensor]]:
-        while True:
-            yield from data.train_dataloader()
-
-    return batches

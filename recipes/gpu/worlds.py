@@ -115,6 +115,7 @@ class KnownSums(pl.Callback):
         self.algorithm = algorithm
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sum small integers by an engine of its own."""
         rank, world_size, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
         topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=world_size // 2)
         plan = CommPlan(algorithm=self.algorithm)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from recipes import gpu_check
-from recipes.gpu import runner, suite, waits, worlds
+from recipes.gpu import page, runner, waits, worlds
 from recipes.gpu import speed as fast
 from recipes.gpu.runner import Check, Given, NotHere
-from tests.checkout import ROOT, tracked_files
+from tests.checkout import ROOT
 from tests.without import environment_without
 
 HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
@@ -103,7 +104,7 @@ def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_pat
     assert by_name["is_well"]["details"] == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
     assert "what led to it" in by_name["is_wrong"]["details"]["log"]
     assert "and more" in by_name["is_wrong"]["details"]["error"]
-    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms |\n|---|---|\n| one | 1.5 |"
+    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
 
 
 def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
@@ -193,15 +194,6 @@ def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
     assert (found["0"] is None) is not dist.is_nccl_available()
 
 
-def test_the_named_files_are_those_with_gpu_tests():
-    found = {
-        str(path.relative_to(ROOT))
-        for path in tracked_files("tests/*test_*.py")
-        if re.search(r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", path.read_text(), re.M)
-    }
-    assert found == set(suite.TESTS)
-
-
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu"):
@@ -235,20 +227,22 @@ def test_other_bits_are_found():
         waits.same_bits(one, other, "x")
 
 
-def test_a_read_is_noted_by_the_line_that_asks(tmp_path):
+def test_a_wait_is_noted_by_the_line_that_asks(tmp_path):
     watch = waits._Watches(Given(device="cpu", folder=tmp_path, limit_s=1))
     watch.on_train_batch_start(None, None, None, 4)
-    torch.ones(()).item()
+    warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
     line = traceback.extract_stack()[-1].lineno - 1
     watch.on_train_batch_end(None, None, None, None, waits.NUM_BATCHES - 2)
-    torch.ones(()).item()
     assert watch.places == {f"tests/recipes/gpu/test_gpu_check.py:{line}": 1}
+
+
+# ---- the whole program ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
-    """All its modules are imported at once; of the checks some that start processes, train, save and decode."""
-    names = ("resumes", "who_waits", "one_rank", "four_ranks", "dead_rank", "decoding")
+    """All its modules are imported at once; of the checks some that start processes, train, save and draw no page."""
+    names = ("resumes", "who_waits", "one_rank", "two_level", "fabric", "rank_killed", "resnet50", "sums")
     keys = [f"out={tmp_path / 'out'}", f"only={','.join(names)}", "--device", "cpu"]
     command = [sys.executable, str(ROOT / "recipes" / "gpu_check.py"), *keys]
     there = environment_without(tmp_path) | {"OMP_NUM_THREADS": "1"}
@@ -256,6 +250,84 @@ def test_it_runs_without_hydra_wandb_and_simplejpeg(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {check["name"]: check["status"] for check in content["checks"]} == dict.fromkeys(names, "PASS")
+    (resnet,) = (check for check in content["checks"] if check["name"] == "resnet50")
+    assert all(isinstance(row["images/s"], float) for row in resnet["details"]["table"])
+
+
+def notes_that_it_ran(given):
+    """The second of three, at its first start, hangs."""
+    out, name = given.folder.parent, given.folder.name
+    with (out / "ran").open("a") as file:
+        file.write(name)
+    if name == "b" and not (out / "pid").exists():
+        (out / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+    return {}
+
+
+PROGRAM = """
+import sys
+from recipes import gpu_check
+from tests.recipes.gpu.test_gpu_check import Check, notes_that_it_ran
+
+gpu_check.CHECKS = [Check(name=name, run=notes_that_it_ran, limit_s=300) for name in "abc"]
+gpu_check.machine.gpu_environment = lambda root: {"torch": "2"}
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_killed_in_the_middle_it_leaves_nothing_behind_and_goes_on_there(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, f"out={tmp_path}", "--device", "cpu"]
+    there = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "recipes")])}
+    with subprocess.Popen(command, env=there) as first:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        first.kill()
+    process = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    wait_until(lambda: not process.exists() or "Z" in process.read_text().split()[2])
+    subprocess.run(command, env=there, check=True, timeout=300)
+    assert (tmp_path / "ran").read_text() == "abbc"
+    found, _ = runner.read_report(tmp_path / "report.json")
+    assert [(one.name, one.status) for one in found] == [(name, "PASS") for name in "abc"]
+
+
+def wait_until(is_so, limit_s=200):
+    end_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def test_page_archive_and_rows_say_what_was_found(tmp_path):
+    statuses = {"good": "PASS", "bad": "FAIL", "late": "SKIP", "quick": "FAST"}
+    checks = [Check(name=name, run=is_well, limit_s=1, promise=f"what is {name}") for name in statuses][:3]
+    details = {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}
+    found = [
+        runner.CheckOutcome(name=n, status=s, seconds=1, message=f"{n} | x", details=details)
+        for n, s in statuses.items()
+    ]
+    promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried: what is late."]
+    assert page.promises(checks, found) == promised
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
+    (tmp_path / "bad" / "nccl.7.log").write_text("NCCL version 2\n" + "x" * 100_000)
+    runner.write_outcomes(tmp_path / "report.json", found, {"torch": "2", "topology": "a\nb"})
+    page.write(tmp_path, checks, found, {"torch": "2", "topology": "a\nb"})
+    html = (tmp_path / "report.html").read_text()
+    assert all(line in html for line in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport"))
+    assert "http" not in html
+    assert (tmp_path / page.ARCHIVE).stat().st_size < 5_000_000
+    with zipfile.ZipFile(tmp_path / page.ARCHIVE) as archive:
+        assert archive.read("bad/rank0.log").endswith(b"the end")
+        assert archive.read("bad/nccl.7.log").startswith(b"NCCL version 2")
+        assert {"report.json", "report.html"} < set(archive.namelist())
+    readme = tmp_path / "README.md"
+    readme.write_text("## Results\n\n| command |\n|---|\n| `x` | 1 | y |\n\nAfter.\n")
+    for _ in range(2):
+        assert gpu_check.main([f"readme={readme}", f"out={tmp_path}"]) == 0
+    lines = readme.read_text().splitlines()
+    assert [line[:3] for line in lines] == ["## ", "", "| c", "|--", "| `", "| `", "| `", "", "Aft"]
+    assert "quick / x" in lines[6]
 
 
 @pytest.mark.parametrize(
