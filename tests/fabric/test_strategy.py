@@ -467,4 +467,4 @@ def error_beside(name):
 def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks, name):
     for text in two_ranks.run(error_beside, name):
         assert text.startswith("comm: rank 1 does not come to the collective in which others wait; now with no bucket")
-        assert "in `error_beside` (test_fabric.py:" in text
+        assert "in `error_beside` (test_strategy.py:" in text

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../../float_bits.h"
+#include "../../cpp/float_bits.h"
 
 namespace {
 

@@ -183,5 +183,5 @@ def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
     line, first, place = box.splitlines()
     assert not line.strip("-")
     assert re.fullmatch(r"On rank 1 \(host .+\): FloatingPointError: of the user", first)
-    assert re.fullmatch(r'  File ".+test_setup_failures.py", line \d+, in validation_step', place)
+    assert re.fullmatch(r'  File ".+test_setup.py", line \d+, in validation_step', place)
     assert not here or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here[0]

@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../../../float_bits.h"
+#include "../../../cpp/float_bits.h"
 
 namespace {
 
