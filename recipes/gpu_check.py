@@ -19,6 +19,7 @@ wandb.
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -49,17 +50,20 @@ CHECKS = [
     _check("waits", waits.waits, 60, 15, "no stream reads too early"),
     _check("who_waits", waits.who_waits, 60, 10, "no step waits for the device"),
     _check("one_rank", worlds.one_rank, 60, 10, BOTH),
-    _check("one_rank_other", worlds.one_rank_of_the_other_class, 60, 10, BOTH),
+    _check("one_rank_other", partial(worlds.one_rank, is_other_class=True), 60, 10, BOTH),
     *(
         _check(name, features.fits_as_on_cpu(name), 150, 25 if feature.by_gloo else 0, feature.promise)
         for name, feature in features.FEATURES.items()
     ),
-    *(_check(f"rank_{how}", worlds.lost_rank(how), 150, 30, LOST) for how in worlds.LOSSES),
+    *(_check(f"rank_{how}", features.lost_rank(how), 150, 30, LOST) for how in features.LOSSES),
     *(
         _check(f"{name}_other", features.fits_as_on_cpu(name, is_other_class=True), 150, 0, BOTH)
         for name in ("flat", "two_level", "hierarchical", "int8")
     ),
-    *(_check(f"rank_{how}_other", worlds.lost_rank(how, is_other_class=True), 150, 0, LOST) for how in worlds.LOSSES),
+    *(
+        _check(f"rank_{how}_other", features.lost_rank(how, is_other_class=True), 150, 0, LOST)
+        for how in features.LOSSES
+    ),
     _check("updates", speed.updates, 90, 20),
     _check("resnet50", speed.resnet50, 600, 270),
     _check("sums", speed.sums, 90, 0),

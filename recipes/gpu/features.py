@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -21,6 +25,20 @@ from recipes.gpu.runner import Details, Given, NotHere
 from recipes.gpu.worlds import KnownSums, layout, run_world, use_other_class
 
 NUM_STAGES = 2
+LOST_AT, LOST_RANK = 6, 1
+NAMED_WITHIN_S = 60.0
+
+
+def _raise() -> None:
+    raise ValueError("raised on purpose, in backward")
+
+
+# A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
+LOSSES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+}
 
 
 class Plain(Small):
@@ -78,14 +96,9 @@ FEATURES: dict[str, Feature] = {
     "two_level": _SUMS(options={"algorithm": "two_level"}),
     "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.1, by_gloo=True),
     "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", bound=0.1, by_gloo=True),
-    "accumulation": Feature(
-        promise="accumulation and clipping",
-        settings={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-        by_gloo=True,
-    ),
-    "fp16_wire": Feature(
-        promise="fp16 on the wire of an fp32 run", options={"comm_dtype": "float16"}, precision="32-true", by_gloo=True
-    ),
+    "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
+    "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
+    "fp16_wire": Feature(promise="fp16 wire", options={"comm_dtype": "float16"}, precision="32-true", by_gloo=True),
     "int8": _CODEC(options={"comm_dtype_across_nodes": "int8"}),
     "int8_feedback": _CODEC(options={"comm_dtype_across_nodes": "int8", "error_feedback": True}),
     "int4": _CODEC(options={"comm_dtype_across_nodes": "int4"}),
@@ -98,9 +111,7 @@ FEATURES: dict[str, Feature] = {
     "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
     "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
     "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),
-    "fsdp2": Feature(
-        promise="LARS on FSDP2's shards", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"
-    ),
+    "fsdp2": Feature(promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"),
     "fabric": Feature(promise="Fabric", strategy=FabricStrategy, by_gloo=True),
 }
 
@@ -134,14 +145,16 @@ def _fits_as_on_cpu(name: str, is_other_class: bool, given: Given) -> Details:
     return {"message": f"{message}, {distance:.1e} of a norm from those of the CPU", "apart": distance}
 
 
-def _trained(feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int) -> Details:
+def _trained(
+    feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int, on_hidden: Any = None
+) -> Details:
     """Fit on each rank with other images; all stages of a pipeline read the same."""
-    options = {**feature.options, "process_group_backend": backend, "timeout": timedelta(seconds=60)}
+    options = {**feature.options, "process_group_backend": backend, "timeout": timedelta(seconds=30)}
     if feature.strategy is not ModelParallelStrategy:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
         options["bucket_bytes"] = 2048  # several, so that they overtake one another if they can
-    strategy, module = feature.strategy(**options), feature.module(feature.optimizer)
+    strategy, module = feature.strategy(**options), feature.module(feature.optimizer, on_hidden=on_hidden)
     batches = loader(seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank)
     of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
     if isinstance(strategy, Strategy):
@@ -172,3 +185,50 @@ def _loop(given: Given, feature: Feature, module: Small, batches: Any, **setting
         fabric.backward(loss)
         optimizer.step()
     fabric.strategy.teardown()
+
+
+# ---- a rank is lost --------------------------------------------------------------------------------------------------
+
+
+def lost_rank(how: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
+    """Make a check: a rank ends in backward by `how`, one of `LOSSES`; the others end in an error that names it."""
+    return partial(_lost_rank, how, is_other_class)
+
+
+def _lost_rank(how: str, is_other_class: bool, given: Given) -> Details:
+    if is_other_class:
+        use_other_class(given)
+    backend, num_ranks, per_host = layout(given)
+    lost, limit_s = given.folder / "lost_s", 0.9 * given.limit_s
+    run = partial(_loses_a_rank, how, lost, backend, per_host)
+    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,))
+    lost_s, table = float(lost.read_text()), []
+    for rank, answer in enumerate(answers):
+        if rank != LOST_RANK:
+            after_s = answer["noticed_s"] - lost_s
+            is_named = f"rank {LOST_RANK}" in answer["error"]
+            table.append({"rank": rank, "seconds until its error": round(after_s, 2), "names the lost": is_named})
+            assert is_named, f"rank {rank} must name rank {LOST_RANK}, and said: {answer['error'][:300]}"
+            assert after_s < NAMED_WITHIN_S, f"rank {rank} took {after_s:.1f} s to notice"
+    slowest_s = max(row["seconds until its error"] for row in table)
+    return {"message": f"{backend}: every other rank named the lost one within {slowest_s} s", "table": table}
+
+
+def _loses_a_rank(
+    how: str, lost: Path, backend: str, per_host: int, given: Given, rank: int, num_ranks: int
+) -> Details:
+    count = [0]
+
+    def lose(grad: Tensor) -> None:
+        count[0] += 1
+        if count[0] == LOST_AT:
+            lost.write_text(str(time.monotonic()))
+            LOSSES[how]()
+
+    error = "no error at all"
+    try:
+        on_hidden = lose if rank == LOST_RANK else None
+        _trained(FEATURES["hierarchical"], backend, per_host, given, rank, num_ranks, on_hidden=on_hidden)
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return {"noticed_s": time.monotonic(), "error": error}

@@ -14,16 +14,8 @@ import torch.distributed as dist
 from lightning_hybrid.callbacks.run_report.environment import code_state
 
 PACKAGES = (
-    "torch",
-    "lightning",
-    "triton",
-    "numpy",
-    "torchmetrics",
-    "pytest",
-    "simplejpeg",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+    "torch lightning triton numpy torchmetrics pytest simplejpeg nvidia-nccl-cu12 nvidia-nccl-cu13 nvidia-cudnn-cu13"
+).split()
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:

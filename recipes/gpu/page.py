@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,13 @@ def _text(text: Any) -> str:
 # ---- README ----------------------------------------------------------------------------------------------------------
 
 
-def rows(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Mapping[str, Any]) -> list[str]:
+def rows(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> list[str]:
     """Return rows of README's table of results: what holds, then each check of speed that gave a number."""
     gpus = environment.get("gpus") or ["a CPU"]
-    where = f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}"
-    said = [
-        " ".join(promises(checks, outcomes)[:2]),
-        *(one.message for one in outcomes if one.status in ("FAST", "SLOW")),
-    ]
-    commit = str(environment.get("commit") or "no checkout")[:8]
-    return [f"| {COMMAND} | {where}: {words.replace('|', '/')} | {ARCHIVE} of {commit} |" for words in said]
+    said = [" ".join(promises(checks, outcomes)[:2])]
+    said += [one.message.replace("|", "/") for one in outcomes if one.status in ("FAST", "SLOW")]
+    where, commit = f"{len(gpus)} x {gpus[0]}, torch {environment['torch']}", environment.get("commit") or "a wheel"
+    return [f"| {COMMAND} | {where}: {words} | {ARCHIVE} of {commit[:8]} |" for words in said]
 
 
 def write_rows(readme: Path, new: Sequence[str]) -> None:
@@ -105,11 +102,9 @@ def write_rows(readme: Path, new: Sequence[str]) -> None:
     Raises:
         ValueError: there is no such table.
     """
-    lines = readme.read_text().splitlines() if readme.is_file() else []
-    begin = next((at for at, line in enumerate(lines) if line == "## Results"), len(lines))
-    of_table = [at for at in range(begin, len(lines)) if lines[at].startswith("|")]
-    end = next((at for at in of_table if at + 1 not in of_table), None)
-    if end is None:
+    before, heading, rest = (readme.read_text() if readme.is_file() else "").partition("\n## Results\n")
+    table, gap, after = rest.partition("|\n\n")
+    if not gap:
         raise ValueError(f"`readme` (={readme}) must be a file with a table under `## Results`: readme=README.md.")
-    body = [line for line in lines[begin : end + 1] if not line.startswith(f"| {COMMAND} |")]
-    readme.write_text("\n".join([*lines[:begin], *body, *new, *lines[end + 1 :]]) + "\n")
+    kept = [line for line in f"{table}|".splitlines() if not line.startswith(f"| {COMMAND} |")]
+    readme.write_text(before + heading + "\n".join([*kept, *new]) + gap[1:] + after)

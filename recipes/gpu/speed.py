@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -130,16 +130,6 @@ class _Clock(pl.Callback):
             self.images_per_s = self.size["num_steps"] * self.size["batch"] / (now_s - first_s)
 
 
-class _Same:
-    """Loader of the same batch again and again."""
-
-    def __init__(self, batch: list[Tensor], num_batches: int) -> None:
-        self.batch, self.num_batches = batch, num_batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return (list(self.batch) for _ in range(self.num_batches))
-
-
 def _size(given: Given) -> Details:
     if not given.on_cuda:
         return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2, "num_rounds": 1}
@@ -171,7 +161,7 @@ def images_per_s(arm: str, given: Given, rank: int = 0, num_ranks: int = 1) -> D
     settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
     is_ours, is_sharded = strategy is HybridAllReduceStrategy, strategy is ModelParallelStrategy
     module = SpeedModule(is_ours=is_ours, is_sharded=is_sharded, size=size)
-    trainer_for(given, precision, **settings).fit(module, _Same(batch, num_steps))
+    trainer_for(given, precision, **settings).fit(module, [batch] * num_steps)
     return {"images_per_s": num_ranks * clock.images_per_s}
 
 

@@ -1,16 +1,14 @@
-"""Checks with ranks: all algorithms on one rank, a rank that is lost; and the processes of several ranks."""
+"""Ranks: all algorithms on one rank, how many ranks a machine has, and their processes."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
-from recipes.gpu.fits import Small, loader, trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
 
-SUMS = tuple(STAGES)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUMELS = (1, 37, 10_007, 1 << 20)
-LOST_AT, LOST_RANK = 6, 1
-NAMED_WITHIN_S = 60.0
-
-
-def _raise() -> None:
-    raise ValueError("raised on purpose, in backward")
-
-
-# A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
-LOSSES: dict[str, Callable[[], None]] = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raises": _raise,
-}
+RunOfRank = Callable[[Given, int, int], Details]
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-def one_rank(given: Given) -> Details:
+def one_rank(given: Given, *, is_other_class: bool = False) -> Details:
     """Run all four algorithms through the backend's communicators of one rank: the sum is the tensor, bit for bit."""
+    if is_other_class:
+        use_other_class(given)
     backend = "nccl" if given.on_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     topology, on_cuda = Topology(rank=0, nodes=((0,),)), given.on_cuda
@@ -62,18 +46,12 @@ def one_rank(given: Given) -> Details:
                     run_stage(stage, job, dist.group.WORLD)
                 assert torch.equal(flat, expected), f"{algorithm} of {numel} {dtype} on one rank changed the tensor"
     dist.destroy_process_group()
-    return {"message": f"{', '.join(SUMS)} over {backend}"}
+    return {"message": f"{', '.join(STAGES)} over {backend}"}
 
 
 def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return small integers, whose sums are exact in every dtype; another row for each rank."""
     return ((torch.arange(numel) * 7 + rank * 3) % 13 - 6).to(dtype).to(device)
-
-
-def one_rank_of_the_other_class(given: Given) -> Details:
-    """Run it by the class of NCCL that `"nccl"` does not name in this torch."""
-    use_other_class(given)
-    return one_rank(given)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -131,72 +109,12 @@ class KnownSums(pl.Callback):
         engine.close()
 
 
-# ---- a rank is lost --------------------------------------------------------------------------------------------------
-
-
-def lost_rank(how: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
-    """Make a check: a rank ends in backward by `how`, one of `LOSSES`; the others end in an error that names it."""
-    return partial(_lost_rank, how, is_other_class)
-
-
-def _lost_rank(how: str, is_other_class: bool, given: Given) -> Details:
-    if is_other_class:
-        use_other_class(given)
-    backend, num_ranks, per_host = layout(given)
-    if is_other_class and backend == "gloo":
-        raise NotHere("needs two GPUs")
-    lost = given.folder / "lost_s"
-    run = partial(_loses_a_rank, how, lost, backend, per_host)
-    limit_s = 0.9 * given.limit_s
-    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,))
-    lost_s, table = float(lost.read_text()), []
-    for rank, answer in enumerate(answers):
-        if rank != LOST_RANK:
-            after_s = answer["noticed_s"] - lost_s
-            is_named = f"rank {LOST_RANK}" in answer["error"]
-            table.append({"rank": rank, "seconds until its error": round(after_s, 2), "names the lost": is_named})
-            assert is_named, f"rank {rank} must name rank {LOST_RANK}, and said: {answer['error'][:300]}"
-            assert after_s < NAMED_WITHIN_S, f"rank {rank} took {after_s:.1f} s to notice"
-    slowest_s = max(row["seconds until its error"] for row in table)
-    return {"message": f"{backend}: every other rank named the lost one within {slowest_s} s", "table": table}
-
-
-def _loses_a_rank(
-    how: str, lost: Path, backend: str, per_host: int, given: Given, rank: int, num_ranks: int
-) -> Details:
-    count = [0]
-
-    def lose(grad: Tensor) -> None:
-        count[0] += 1
-        if count[0] == LOST_AT:
-            lost.write_text(str(time.monotonic()))
-            LOSSES[how]()
-
-    module = Small("lars", on_hidden=lose if rank == LOST_RANK else None)
-    strategy = HybridAllReduceStrategy(
-        algorithm="hierarchical",
-        ranks_per_node=num_ranks // 2,
-        process_group_backend=backend,
-        bucket_bytes=2048,
-        loss_scale=2.0**10,
-        timeout=timedelta(seconds=30),
-    )
-    of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host, "use_distributed_sampler": False}
-    try:
-        trainer_for(given, "16-true", strategy=strategy, max_epochs=1, **of_ranks).fit(module, loader(seed=rank))
-    except Exception as error:
-        return {"noticed_s": time.monotonic(), "error": f"{type(error).__name__}: {error}"}
-    return {"noticed_s": time.monotonic(), "error": "no error at all"}
-
-
 # ---- processes -------------------------------------------------------------------------------------------------------
-
-Run = Callable[[Given, int, int], Details]
 
 
 def run_world(
     given: Given,
-    run: Run,
+    run: RunOfRank,
     *,
     num_ranks: int,
     limit_s: float,
@@ -240,7 +158,7 @@ def run_world(
     return answers
 
 
-def _be_rank(run: Run, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int) -> None:
+def _be_rank(run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int) -> None:
     """Be a rank's process in its check's group, with torchrun's variables: one host, or one per rank."""
     os.setpgid(0, group)
     with (given.folder / f"rank{rank}.log").open("ab", buffering=0) as log:

@@ -322,12 +322,12 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path):
         assert archive.read("bad/nccl.7.log").startswith(b"NCCL version 2")
         assert {"report.json", "report.html"} < set(archive.namelist())
     readme = tmp_path / "README.md"
-    readme.write_text("## Results\n\n| command |\n|---|\n| `x` | 1 | y |\n\nAfter.\n")
+    readme.write_text("\n## Results\n\n| command |\n|---|\n| `x` | 1 | y |\n\nAfter.\n")
     for _ in range(2):
         assert gpu_check.main([f"readme={readme}", f"out={tmp_path}"]) == 0
     lines = readme.read_text().splitlines()
-    assert [line[:3] for line in lines] == ["## ", "", "| c", "|--", "| `", "| `", "| `", "", "Aft"]
-    assert "quick / x" in lines[6]
+    assert [line[:3] for line in lines] == ["", "## ", "", "| c", "|--", "| `", "| `", "| `", "", "Aft"]
+    assert "quick / x" in lines[7]
 
 
 @pytest.mark.parametrize(
