@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import yaml
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.models import ResNet
-from lightning_hybrid.optim import LARS
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
+from recipes.benchmarks.training import FitClock, TrainedNet, fused_lars, fused_sgd
 from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
@@ -86,48 +82,15 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
 
 
-class SpeedModule(pl.LightningModule):
-    """ResNet that trains on random images in the device's memory."""
-
-    def __init__(self, *, is_ours: bool, is_sharded: bool, size: Details) -> None:
-        super().__init__()
-        self.net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-        self.is_ours, self.is_sharded = is_ours, is_sharded
+class ShardedNet(TrainedNet):
+    """FSDP2: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
 
     def configure_model(self) -> None:
-        """For `fully_shard`: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
-        if not self.is_sharded:
-            return
+        """Shard the network over all ranks."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
         fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
         fully_shard(self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy."""
-        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make LARS by kernels, or for Lightning's arm the cheapest optimizer of torch."""
-        if self.is_ours:
-            return LARS(self.parameters(), lr=1.0, weight_decay=5e-5, fused=True)
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
-
-
-class _Clock(pl.Callback):
-    """Images per second after the first steps, by a clock that waits for the device."""
-
-    def __init__(self, size: Details) -> None:
-        self.size, self.start_s, self.images_per_s = size, 0.0, 0.0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        done = trainer.global_step
-        if done in (self.size["num_warmup"], self.size["num_warmup"] + self.size["num_steps"]):
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
-            now_s, first_s = time.perf_counter(), self.start_s
-            self.start_s = now_s
-            self.images_per_s = self.size["num_steps"] * self.size["batch"] / (now_s - first_s)
 
 
 def _size(given: Given) -> Details:
@@ -142,27 +105,27 @@ def _size(given: Given) -> Details:
 RESNET_ARMS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "ours, 16-true": ("16-true", HybridAllReduceStrategy),
     "ours, bf16-true": ("bf16-true", HybridAllReduceStrategy),
-    "16-mixed": ("16-mixed", DDPStrategy),
-    "bf16-mixed": ("bf16-mixed", DDPStrategy),
+    "16-mixed": ("16-mixed", lambda: "auto"),
+    "bf16-mixed": ("bf16-mixed", lambda: "auto"),
     "bf16-mixed, bf16_compress_hook": ("bf16-mixed", lambda: DDPStrategy(ddp_comm_hook=bf16_compress_hook)),
     "fully_shard, bf16 and fp32 sums": ("32-true", ModelParallelStrategy),
 }
 
 
-def images_per_s(arm: str, given: Given, rank: int = 0, num_ranks: int = 1) -> Details:
+def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
     """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
-    gc.collect()  # the last trainer and its module refer to one another
     size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
-    device, clock = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu"), _Clock(size)
+    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
     batch = [images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)]
-    num_steps = size["num_warmup"] + size["num_steps"]
-    settings = {"strategy": strategy(), "max_steps": num_steps, "max_epochs": -1, "deterministic": False}
+    clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
+    settings = {"strategy": strategy(), "max_steps": clock.end, "max_epochs": -1, "deterministic": False}
     settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
-    is_ours, is_sharded = strategy is HybridAllReduceStrategy, strategy is ModelParallelStrategy
-    module = SpeedModule(is_ours=is_ours, is_sharded=is_sharded, size=size)
-    trainer_for(given, precision, **settings).fit(module, [batch] * num_steps)
-    return {"images_per_s": num_ranks * clock.images_per_s}
+    net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
+    kind = ShardedNet if strategy is ModelParallelStrategy else TrainedNet
+    module = kind(net, fused_lars if arm.startswith("ours") else fused_sgd)
+    trainer_for(given, precision, **settings).fit(module, [batch] * clock.end)
+    return {"images_per_s": num_ranks * size["batch"] * size["num_steps"] / clock.seconds}
 
 
 def resnet50(given: Given) -> Details:
@@ -233,6 +196,8 @@ def sums(given: Given) -> Details:
 def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
     device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     limit = timedelta(seconds=60)
+    if given.on_cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=limit, device_id=device if given.on_cuda else None)
     topology = Topology.from_ranks_per_node(rank=rank, world_size=num_ranks, ranks_per_node=num_ranks)
     engine = CommEngine(topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device)

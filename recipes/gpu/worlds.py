@@ -56,17 +56,24 @@ def _integers(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def layout(given: Given, *, at_most: int = 8) -> tuple[str, int, int]:
+def layout(given: Given, *, is_other_class: bool = False) -> tuple[str, int, int]:
     """Return backend, number of ranks, and ranks on what counts as a host.
 
     A GPU per rank over NCCL; where there is one GPU, ranks share it over Gloo, each as a host of its own.
+    `is_other_class`: groups are made by the class of NCCL that `"nccl"` does not name in this torch.
+
+    Raises:
+        NotHere: the other class is asked for, and there is none, or one GPU.
     """
+    if is_other_class:
+        use_other_class(given)
     if not given.on_cuda:
-        return "gloo", min(4, at_most), min(4, at_most)
-    num_gpus = torch.cuda.device_count()
-    if num_gpus < 2:
-        return "gloo", min(4, at_most), 1
-    num_ranks = min(at_most, 1 << num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
+        return "gloo", 4, 4
+    if torch.cuda.device_count() < 2:
+        if is_other_class:
+            raise NotHere("needs two GPUs")
+        return "gloo", 4, 1
+    num_ranks = min(8, 1 << torch.cuda.device_count().bit_length() - 1)  # Adasum's nodes are a power of two
     return "nccl", num_ranks, num_ranks
 
 
@@ -76,10 +83,8 @@ def use_other_class(given: Given) -> None:
     Raises:
         NotHere: there is no GPU, or one class.
     """
-    if not given.on_cuda:
-        raise NotHere("NCCL needs a GPU")
-    if not hasattr(dist, "ProcessGroupNCCL2"):
-        raise NotHere("this torch has one class of NCCL")
+    if not given.on_cuda or not hasattr(dist, "ProcessGroupNCCL2"):
+        raise NotHere("this torch has one class of NCCL" if given.on_cuda else "NCCL needs a GPU")
     # torch 2.14 has the second where it is asked for, 2.15 has the first so.
     is_default = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     os.environ["TORCH_DIST_USE_NCCL2"] = "0" if is_default else "1"
