@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
@@ -60,8 +61,7 @@ class Sharded(Plain):
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
-        from torch.distributed.fsdp import fully_shard
-
+        self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload] # FSDP2 takes no other
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 

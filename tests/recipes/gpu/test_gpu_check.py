@@ -56,77 +56,49 @@ def hangs(given):
     time.sleep(600)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    out = tmp_path_factory.mktemp("checks")
-    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, dies, leaves, is_elsewhere, is_well)]
-    hanging = Check(name="hangs", run=hangs, limit_s=HANGS_AFTER_S)
+def run_all(checks, out, *, limit_s=600):
     said = []
-    found = runner.run_checks([*checks[:2], hanging, *checks[2:]], "cpu", out, limit_s=600, on_outcome=said.append)
+    found = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=said.append)
     assert said == found
-    return out, {outcome.name: outcome for outcome in found}
+    return {outcome.name: outcome for outcome in found}
 
 
 @pytest.mark.long
-def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(outcomes):
-    _, found = outcomes
-    verdicts = {name: outcome.status for name, outcome in found.items()}
-    failed = dict.fromkeys(("hangs", "is_wrong", "dies", "leaves"), "FAIL")
-    assert verdicts == failed | {"is_elsewhere": "SKIP", "is_well": "PASS"}
-    assert runner.num_failures(list(found.values())) == 4
-    assert found["is_wrong"].message == "AssertionError: two is not three"
-    assert "ended by signal 11" in found["dies"].message
-    assert "ended with exit code 3" in found["leaves"].message
-    assert f"not done after {HANGS_AFTER_S} s" in found["hangs"].message
-    assert found["is_elsewhere"].message == "there is no such thing here"
-    assert found["is_well"].line().split() == ["PASS", "is_well", *found["is_well"].line().split()[2:]]
-    assert runner.summary(list(found.values())) == "1 passed, 4 failed, 1 skipped; of speed 0 fast, 0 slow."
-
-
-@pytest.mark.long
-def test_nothing_that_a_hanging_check_started_is_left(outcomes):
-    out, _ = outcomes
-    pid = int((out / "hangs" / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
-
-
-@pytest.mark.long
-def test_the_json_holds_what_was_found_and_with_which_versions(outcomes, tmp_path):
-    _, found = outcomes
-    path = tmp_path / "report.json"
-    runner.write_outcomes(path, list(found.values()), {"device": "cpu"} | gpu_check.machine.gpu_environment(ROOT))
-    content = json.loads(path.read_text())
-    assert content["environment"]["torch"] == torch.__version__
-    assert content["environment"]["device"] == "cpu"
-    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= content["environment"].keys()
-    by_name = {check["name"]: check for check in content["checks"]}
-    assert list(by_name) == list(found)
-    assert by_name["is_well"]["details"] == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
-    assert "what led to it" in by_name["is_wrong"]["details"]["log"]
-    assert "and more" in by_name["is_wrong"]["details"]["error"]
-    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
-
-
-def test_a_check_for_which_no_time_is_left_is_skipped_and_says_so(tmp_path):
-    (outcome,) = runner.run_checks(
-        [Check(name="late", run=is_well, limit_s=60)], "cpu", tmp_path, limit_s=0.0, on_outcome=lambda _: None
-    )
-    assert (outcome.status, outcome.message) == ("SKIP", "no time left: give more `minutes`")
+def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
+    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, dies, leaves, is_elsewhere, is_well)]
+    found = run_all([*checks[:2], Check(name="hangs", run=hangs, limit_s=HANGS_AFTER_S), *checks[2:]], tmp_path)
+    messages = {
+        "is_wrong": ("FAIL", "AssertionError: two is not three"),
+        "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
+        "hangs": ("FAIL", f"not done after {HANGS_AFTER_S} s; see {tmp_path}/hangs/log"),
+        "leaves": ("FAIL", f"its process ended with exit code 3; see {tmp_path}/leaves/log"),
+        "is_elsewhere": ("SKIP", "there is no such thing here"),
+        "is_well": ("PASS", "all is well"),
+    }
+    assert {name: (one.status, one.message) for name, one in found.items()} == messages
+    process = Path(f"/proc/{(tmp_path / 'hangs' / 'pid').read_text()}/stat")
+    assert not process.exists() or "Z" in process.read_text().split()[2], "what it started must end with it"
+    runner.write_outcomes(tmp_path / "report.json", list(found.values()), gpu_check.machine.gpu_environment(ROOT))
+    again, environment = runner.read_report(tmp_path / "report.json")
+    assert again == list(found.values())
+    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= environment.keys()
+    assert found["is_well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
+    assert "what led to it" in found["is_wrong"].details["log"]
+    assert "and more" in found["is_wrong"].details["error"]
+    assert runner.tables(again) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
 
 
 def sleeps(given):
     time.sleep(60)
 
 
-def test_a_check_that_the_total_time_cuts_is_skipped_and_one_over_its_own_limit_fails(tmp_path):
-    cases = {"cut": (60, 1.0), "slow": (1, 60.0)}
-    found = {}
-    for name, (limit_s, total_s) in cases.items():
-        check = Check(name=name, run=sleeps, limit_s=limit_s)
-        (found[name],) = runner.run_checks([check], "cpu", tmp_path, limit_s=total_s, on_outcome=lambda _: None)
-    assert (found["cut"].status, found["cut"].message) == ("SKIP", runner.NO_TIME)
-    assert found["cut"].seconds >= 1
-    assert (found["slow"].status, runner.num_failures(list(found.values()))) == ("FAIL", 1)
+def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_own_limit_fails(tmp_path):
+    cases = {"late": (60, 0.0, "SKIP"), "cut": (60, 1.0, "SKIP"), "slow": (1, 60.0, "FAIL")}
+    for name, (limit_s, total_s, status) in cases.items():
+        found = run_all([Check(name=name, run=sleeps, limit_s=limit_s)], tmp_path, limit_s=total_s)[name]
+        assert found.status == status
+        assert (found.message == "no time left: give more `minutes`") is (status == "SKIP")
+        assert found.seconds >= min(limit_s, total_s)
 
 
 def is_slow(given):
@@ -134,52 +106,46 @@ def is_slow(given):
 
 
 def test_the_exit_code_is_the_number_of_failures_and_speed_is_none(tmp_path, monkeypatch, capsys):
-    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, is_well, dies, is_slow)]
+    checks = [Check(name=run.__name__, run=run, limit_s=60, gpu_s=90) for run in (is_wrong, is_well, dies, is_slow)]
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
     assert gpu_check.main([f"out={tmp_path}", "--device", "cpu"]) == 2
     said = capsys.readouterr().out
-    assert "FAIL  is_wrong" in said
-    assert "SLOW  is_slow" in said
-    assert "1 passed, 2 failed, 0 skipped; of speed 0 fast, 1 slow." in said
-    assert [fast.verdict(Given(device="cuda", folder=tmp_path, limit_s=1), is_fast=each) for each in (True, False)] == [
-        "FAST",
-        "SLOW",
-    ]
+    words = (
+        "FAIL  is_wrong",
+        "SLOW  is_slow",
+        "1 passed, 2 failed, 0 skipped; of speed 0 fast, 1 slow.",
+        "| one | 1.5 |",
+    )
+    assert all(each in said for each in (*words, "on one GPU some 6 minutes by estimate, here 50 at most"))
+    on_cuda = Given(device="cuda", folder=tmp_path, limit_s=1)
+    assert [fast.verdict(on_cuda, is_fast=each) for each in (True, False)] == ["FAST", "SLOW"]
 
 
 def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_first_ended(
     tmp_path, monkeypatch, capsys
 ):
-    clean = {"commit": "abc", "has_changes": False}
-    monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(clean))
-    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_well, is_slow, is_wrong)]
-    monkeypatch.setattr(gpu_check, "CHECKS", checks)
-    written = []
+    environment, written = {"commit": "abc", "has_changes": False}, []
+    monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
+    statuses = {"is_well": "PASS", "is_slow": "SLOW", "is_wrong": "FAIL"}
+    monkeypatch.setattr(gpu_check, "CHECKS", [Check(name=name, run=is_well, limit_s=60) for name in statuses])
 
     def run_one(check, *args, **kwargs):
-        if (report := tmp_path / "report.json").exists():
-            written.append([each["name"] for each in json.loads(report.read_text())["checks"]])
-        return runner.CheckOutcome(
-            name=check.name,
-            status={"is_slow": "SLOW", "is_wrong": "FAIL"}.get(check.name, "PASS"),
-            seconds=0,
-            message="",
-        )
+        written.append([one.name for one in runner.read_report(tmp_path / "report.json")[0]] if written else [])
+        return runner.CheckOutcome(name=check.name, status=statuses[check.name], seconds=0, message="")
+
+    def num_run(*more):
+        del written[:]
+        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1
+        return len(written)
 
     monkeypatch.setattr(runner, "run_one", run_one)
-    command = [f"out={tmp_path}", "--device", "cpu"]
-    assert gpu_check.main(command) == 1
-    assert written == [["is_well"], ["is_well", "is_slow"]]
-    for more, num_run in (([], 1), (["again=is_well"], 2)):
-        del written[:]
-        assert gpu_check.main([command[0], *more, *command[1:]]) == 1
-        assert len(written) == num_run
+    assert num_run() == 3
+    assert written == [[], ["is_well"], ["is_well", "is_slow"]]
+    assert (num_run(), num_run("again=is_well")) == (1, 2)
     assert "Passed here before, and not run again: is_well, is_slow." in capsys.readouterr().out
     for other in ({"commit": "def"}, {"has_changes": True}):
-        del written[:]
-        monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root, other=other: clean | other)
-        gpu_check.main(command)
-        assert len(written) == 3
+        environment |= other
+        assert num_run() == 3
 
 
 def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
@@ -209,15 +175,13 @@ def raises_on_one(given, rank, num_ranks):
     return {"rank": rank}
 
 
-def test_a_rank_that_fails_is_named(tmp_path):
-    given = Given(device="cpu", folder=tmp_path, limit_s=60)
-    check = Check(name="ranks", run=fails_on_a_rank, limit_s=60)
-    outcome = runner.run_one(check, given.device, tmp_path, limit_s=60)
-    assert (outcome.status, outcome.message) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
-
-
 def fails_on_a_rank(given):
     return {"answers": worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)}
+
+
+def test_a_rank_that_fails_is_named(tmp_path):
+    found = run_all([Check(name="ranks", run=fails_on_a_rank, limit_s=60)], tmp_path)["ranks"]
+    assert (found.status, found.message) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
 
 
 def test_other_bits_are_found():
