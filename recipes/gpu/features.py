@@ -61,7 +61,7 @@ class Sharded(Plain):
 
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
-        self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload] # FSDP2 takes no other
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 

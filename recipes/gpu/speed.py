@@ -88,7 +88,7 @@ class ShardedNet(TrainedNet):
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        self.net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload] # FSDP2 takes no other
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
         fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
         fully_shard(self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
