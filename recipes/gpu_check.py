@@ -61,7 +61,7 @@ CHECKS = [
         for name in ("flat", "two_level", "hierarchical", "int8")
     ),
     *(
-        _check(f"rank_{how}_other", features.lost_rank(how, is_other_class=True), 150, 0, LOST)
+        _check(f"rank_{how}_other", features.lost_rank(how, is_other_class=True), 150, 0, BOTH)
         for how in features.LOSSES
     ),
     _check("updates", speed.updates, 90, 20),

@@ -139,11 +139,11 @@ class TrainingBench:
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            trainer.fit(module, _Same(batch, clock.end))
+            trainer.fit(module, SameBatch(batch, clock.end))
         return clock.seconds / self.num_steps
 
 
-class _Same:
+class SameBatch:
     """Loader of one batch, many times: nothing is loaded."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:

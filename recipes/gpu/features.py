@@ -27,7 +27,7 @@ from recipes.gpu.worlds import KnownSums, layout, run_world
 
 NUM_STAGES = 2
 LOST_AT, LOST_RANK = 6, 1
-NAMED_WITHIN_S = 60.0
+NAMED_WITHIN_S = 60.0  # of its end; one that is stopped within 30 s of the timeout
 
 
 def _raise() -> None:
@@ -143,11 +143,15 @@ def _fits_as_on_cpu(name: str, is_other_class: bool, given: Given) -> Details:
     return {"message": f"{message}, {distance:.1e} of a norm from those of the CPU", "apart": distance}
 
 
+def _timeout(given: Given) -> timedelta:
+    return timedelta(seconds=60 if given.on_cuda else 15)  # a GPU's first steps compile kernels
+
+
 def _trained(
     feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int, on_hidden: Any = None
 ) -> Details:
     """Fit on each rank with other images; all stages of a pipeline read the same."""
-    options = {**feature.options, "process_group_backend": backend, "timeout": timedelta(seconds=30)}
+    options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
     if feature.strategy is not ModelParallelStrategy:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
@@ -204,7 +208,8 @@ def _lost_rank(how: str, is_other_class: bool, given: Given) -> Details:
             f"all must name rank {LOST_RANK}, one said: {answer['error'][:300]}"
         )
     slowest_s = max(answer["noticed_s"] for answer in answers) - float(lost.read_text())
-    assert slowest_s < NAMED_WITHIN_S, f"the last rank to notice took {slowest_s:.1f} s"
+    within_s = 30 + _timeout(given).total_seconds() if how == "stopped" else NAMED_WITHIN_S
+    assert slowest_s < within_s, f"the last rank to notice took {slowest_s:.1f} s"
     return {"message": f"{backend}: every other rank named the lost one within {slowest_s:.1f} s"}
 
 

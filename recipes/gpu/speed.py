@@ -23,7 +23,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.benchmarks.training import FitClock, TrainedNet, fused_lars, fused_sgd
+from recipes.benchmarks.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
 from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
@@ -118,14 +118,14 @@ def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
     size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
     device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
-    batch = [images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)]
+    batch = images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)
     clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
     settings = {"strategy": strategy(), "max_steps": clock.end, "max_epochs": -1, "deterministic": False}
     settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
     net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
     kind = ShardedNet if strategy is ModelParallelStrategy else TrainedNet
     module = kind(net, fused_lars if arm.startswith("ours") else fused_sgd)
-    trainer_for(given, precision, **settings).fit(module, [batch] * clock.end)
+    trainer_for(given, precision, **settings).fit(module, SameBatch(batch, clock.end))
     return {"images_per_s": num_ranks * size["batch"] * size["num_steps"] / clock.seconds}
 
 
