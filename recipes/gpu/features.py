@@ -116,12 +116,8 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def fits_as_on_cpu(name: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
-    """Make the check of a feature; `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
-    return partial(_fits_as_on_cpu, name, is_other_class)
-
-
-def _fits_as_on_cpu(name: str, is_other_class: bool, given: Given) -> Details:
+def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> Details:
+    """Check a feature; `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
     feature = FEATURES[name]
     backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
     if given.on_cuda and backend == "gloo" and not feature.by_gloo:
@@ -192,12 +188,8 @@ def _loop(given: Given, feature: Feature, module: Small, batches: Any, **setting
 # ---- a rank is lost --------------------------------------------------------------------------------------------------
 
 
-def lost_rank(how: str, *, is_other_class: bool = False) -> Callable[[Given], Details]:
-    """Make a check: a rank ends in backward by `how`, one of `LOSSES`; the others end in an error that names it."""
-    return partial(_lost_rank, how, is_other_class)
-
-
-def _lost_rank(how: str, is_other_class: bool, given: Given) -> Details:
+def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Details:
+    """Check that where a rank ends in backward by `how`, one of `LOSSES`, the others end in an error that names it."""
     backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
     lost, limit_s = given.folder / "lost_s", 0.9 * given.limit_s
     run = partial(_loses_a_rank, how, lost, backend, per_host)

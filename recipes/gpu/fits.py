@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +109,8 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
 # ---- ends, and exact buffers -----------------------------------------------------------------------------------------
 
 
-def ends_in(precision: str, optimizer: str) -> Callable[[Given], Details]:
-    """Make a check: it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
-    return partial(_ends, precision, optimizer)
-
-
-def _ends(precision: str, optimizer: str, given: Given) -> Details:
+def ends(precision: str, optimizer: str, given: Given) -> Details:
+    """Check that it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
     weights, warned = [], []
     for fused in (False, True):
         module = Small(optimizer, fused=fused)

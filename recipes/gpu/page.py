@@ -13,7 +13,8 @@ from recipes.gpu.runner import Check, CheckOutcome, Details, summary
 ARCHIVE = "gpu_report.zip"
 MOST_BYTES = 4 * 2**20  # of logs, before compression: the archive stays below 5 MB
 COMMAND = "`python recipes/gpu_check.py`"
-_STYLE = """<style> td:nth-child(1) { white-space: nowrap; } pre { overflow-x: auto; font-size: 0.85rem; }
+_STYLE = """<style> td:first-child { white-space: nowrap; } td:last-child { overflow-wrap: anywhere; }
+pre { overflow-x: auto; font-size: 0.85rem; } @media (max-width: 40rem) { td { padding-right: 0.4rem; } }
 .FAIL { color: #d33; font-weight: bold; } .PASS, .FAST { color: #2a8f3c; } .SKIP, .SLOW { color: #b8860b; } </style>"""
 
 

@@ -258,11 +258,6 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
     return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)
 
 
-def num_failures(outcomes: Sequence[CheckOutcome]) -> int:
-    """Count the failures: the exit code."""
-    return sum(outcome.status == "FAIL" for outcome in outcomes)
-
-
 def limit_s_from(minutes: str) -> float:
     """Return the time limit of all checks together.
 
