@@ -64,6 +64,10 @@ class Sharded(Plain):
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
+    def on_train_end(self) -> None:
+        """Gather the weights, while they are where their groups send."""
+        self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[operator]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
@@ -162,10 +166,8 @@ def _trained(
         trainer.fit(module, batches)
     else:
         _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
-    weights = {
-        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().cpu().float()
-        for name, weight in module.named_parameters()
-    }
+    found = getattr(module, "whole", None) or dict(module.named_parameters())
+    weights = {name: weight.detach().cpu().float() for name, weight in found.items()}
     if rank == 0:
         torch.save(weights, given.folder / f"{given.device}.pt")
     parts = (weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double() for weight in weights.values())

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from recipes import gpu_check
-from recipes.gpu import page, runner, waits, worlds
-from recipes.gpu import speed as fast
+from recipes.gpu import features, page, runner, speed, waits, worlds
 from recipes.gpu.runner import Check, Given, NotHere
 from tests.checkout import ROOT
 from tests.without import environment_without
@@ -101,51 +100,34 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         assert found.seconds >= min(limit_s, total_s)
 
 
-def is_slow(given):
-    return {"status": "SLOW", "message": "half as fast"}
-
-
-def test_the_exit_code_is_the_number_of_failures_and_speed_is_none(tmp_path, monkeypatch, capsys):
-    checks = [Check(name=run.__name__, run=run, limit_s=60, gpu_s=90) for run in (is_wrong, is_well, dies, is_slow)]
-    monkeypatch.setattr(gpu_check, "CHECKS", checks)
-    assert gpu_check.main([f"out={tmp_path}", "--device", "cpu"]) == 2
-    said = capsys.readouterr().out
-    words = (
-        "FAIL  is_wrong",
-        "SLOW  is_slow",
-        "1 passed, 2 failed, 0 skipped; of speed 0 fast, 1 slow.",
-        "| one | 1.5 |",
-    )
-    assert all(each in said for each in (*words, "on one GPU some 6 minutes by estimate, here 50 at most"))
-    on_cuda = Given(device="cuda", folder=tmp_path, limit_s=1)
-    assert [fast.verdict(on_cuda, is_fast=each) for each in (True, False)] == ["FAST", "SLOW"]
-
-
-def test_what_was_found_is_written_at_once_and_a_second_start_goes_on_where_the_first_ended(
-    tmp_path, monkeypatch, capsys
-):
+def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
     environment, written = {"commit": "abc", "has_changes": False}, []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
-    statuses = {"is_well": "PASS", "is_slow": "SLOW", "is_wrong": "FAIL"}
-    monkeypatch.setattr(gpu_check, "CHECKS", [Check(name=name, run=is_well, limit_s=60) for name in statuses])
+    statuses = {"well": "PASS", "slow": "SLOW", "wrong": "FAIL"}
+    monkeypatch.setattr(gpu_check, "CHECKS", [Check(name=each, run=is_well, limit_s=60, gpu_s=90) for each in statuses])
 
     def run_one(check, *args, **kwargs):
         written.append([one.name for one in runner.read_report(tmp_path / "report.json")[0]] if written else [])
-        return runner.CheckOutcome(name=check.name, status=statuses[check.name], seconds=0, message="")
+        return runner.CheckOutcome(name=check.name, status=statuses[check.name], seconds=0, message="", details={})
 
     def num_run(*more):
         del written[:]
-        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1
+        assert gpu_check.main([f"out={tmp_path}", *more, "--device", "cpu"]) == 1, "of failures: speed is none"
         return len(written)
 
     monkeypatch.setattr(runner, "run_one", run_one)
     assert num_run() == 3
-    assert written == [[], ["is_well"], ["is_well", "is_slow"]]
-    assert (num_run(), num_run("again=is_well")) == (1, 2)
-    assert "Passed here before, and not run again: is_well, is_slow." in capsys.readouterr().out
+    assert written == [[], ["well"], ["well", "slow"]]
+    said = capsys.readouterr().out
+    words = ("on one GPU some 4 minutes by estimate, here 50 at most", "\nSLOW  slow ", "\nFAIL  wrong ")
+    assert all(each in said for each in (*words, "1 passed, 1 failed, 0 skipped; of speed 0 fast, 1 slow."))
+    assert (num_run(), num_run("again=well")) == (1, 2)
+    assert "Passed here before, and not run again: well, slow." in capsys.readouterr().out
     for other in ({"commit": "def"}, {"has_changes": True}):
         environment |= other
         assert num_run() == 3
+    on_cuda = Given(device="cuda", folder=tmp_path, limit_s=1)
+    assert [speed.verdict(on_cuda, is_fast=each) for each in (True, False)] == ["FAST", "SLOW"]
 
 
 def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
@@ -158,12 +140,6 @@ def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
     has_two = hasattr(dist, "ProcessGroupNCCL2")
     assert has_two is ("nccl2" in str(found["1"])) is (found["0"] != found["1"])
     assert (found["0"] is None) is not dist.is_nccl_available()
-
-
-def test_a_gpu_that_is_not_there_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="--device cpu"):
-        gpu_check.main([])
 
 
 # ---- the checks can fail -------------------------------------------------------------------------------------------
@@ -189,6 +165,25 @@ def test_other_bits_are_found():
     waits.same_bits(one, dict(one), "x")
     with pytest.raises(AssertionError, match="x: 1 of 2 tensors have other bits, the first is b"):
         waits.same_bits(one, other, "x")
+
+
+def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
+    def run_world(given, run, **settings):
+        torch.save({"weight": torch.full((9,), 1.05 if given.on_cuda else 1.0)}, given.folder / f"{given.device}.pt")
+        return [{"bits": str(rank // num_alike)} for rank in range(settings["num_ranks"])]
+
+    monkeypatch.setattr(features, "run_world", run_world)
+    given, num_alike = Given(device="cuda", folder=tmp_path, limit_s=1), 8
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert features.fits_as_on_cpu("int4", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
+    with pytest.raises(AssertionError, match="agree with the CPU to"):
+        features.fits_as_on_cpu("flat", given)
+    num_alike = 7
+    with pytest.raises(AssertionError, match="over nccl ranks must end with the same bits"):
+        features.fits_as_on_cpu("int4", given)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(NotHere, match="needs two GPUs"):
+        features.fits_as_on_cpu("adasum", given)
 
 
 def test_a_wait_is_noted_by_the_line_that_asks(tmp_path):
@@ -265,11 +260,8 @@ def wait_until(is_so, limit_s=200):
 def test_page_archive_and_rows_say_what_was_found(tmp_path):
     statuses = {"good": "PASS", "bad": "FAIL", "late": "SKIP", "quick": "FAST"}
     checks = [Check(name=name, run=is_well, limit_s=1, promise=f"what is {name}") for name in statuses][:3]
-    details = {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}
-    found = [
-        runner.CheckOutcome(name=n, status=s, seconds=1, message=f"{n} | x", details=details)
-        for n, s in statuses.items()
-    ]
+    shared = {"seconds": 1, "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}}
+    found = [runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared) for n, s in statuses.items()]
     promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried: what is late."]
     assert page.promises(checks, found) == promised
     (tmp_path / "bad").mkdir()
@@ -294,16 +286,18 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path):
     assert "quick / x" in lines[7]
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("output=here", "`output` is not known: give out=DIR"),
-        ("minutes=abc", "`minutes` (=abc) must be a number above zero"),
-        ("only=sums", "`only` (=sums) must be a check: fits_16-true_lars"),
-    ],
-)
-def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, key, words):
-    with pytest.raises(SystemExit) as end:
-        gpu_check.main(["--device=cpu", key])
-    assert end.value.code == 2
-    assert words in capsys.readouterr().err
+def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
+    wrong = {
+        "output=here": "`output` is not known: give out=DIR",
+        "minutes=abc": "`minutes` (=abc) must be a number above zero",
+        "only=sum": "`only` (=sum) must be a check: fits_16-true_lars",
+        "readme=none": "must hold the report.json of a check",
+    }
+    for key, words in wrong.items():
+        with pytest.raises(SystemExit) as end:
+            gpu_check.main(["--device=cpu", key])
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu"):
+        gpu_check.main([])
