@@ -66,7 +66,7 @@ class Sharded(Plain):
 
     def on_train_end(self) -> None:
         """Gather the weights, while they are where their groups send."""
-        self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[operator]
+        self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,9 @@ def _trained(
 ) -> Details:
     """Fit on each rank with other images; all stages of a pipeline read the same."""
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
-    if feature.strategy is not ModelParallelStrategy:
+    if feature.strategy is ModelParallelStrategy:
+        options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
+    else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
         options["bucket_bytes"] = 2048  # several, so that they overtake one another if they can
