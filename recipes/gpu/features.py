@@ -73,7 +73,8 @@ class Sharded(Plain):
 class Feature:
     """One fit, as it differs from 16-true with LARS on two nodes.
 
-    `bound`: of the norm of any parameter, between GPUs and CPU. `by_gloo`: whether Gloo carries all of its messages
+    `bound`: of the norm of any parameter, between GPUs and CPU: five times and more what rounding the images to half
+    precision moves the fit. `by_gloo`: whether Gloo carries all of its messages
     between ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
     """
 
@@ -90,7 +91,7 @@ class Feature:
 
 
 _SUMS = partial(Feature, promise="the four all-reduces, exact sums", by_gloo=True)
-_CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedback", bound=0.2)
+_CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedback", bound=0.05)
 _STAGES = partial(Feature, promise="pipelines", strategy=HybridPipelineStrategy, module=Plain)
 _STAGED = {"num_stages": NUM_STAGES, "num_microbatches": 4}
 FEATURES: dict[str, Feature] = {
@@ -98,8 +99,8 @@ FEATURES: dict[str, Feature] = {
     "parallel_flat": _SUMS(options={"algorithm": "parallel_flat"}),
     "hierarchical": _SUMS(options={"algorithm": "hierarchical"}),
     "two_level": _SUMS(options={"algorithm": "two_level"}),
-    "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.1, by_gloo=True),
-    "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", bound=0.1, by_gloo=True),
+    "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.2, by_gloo=True),
+    "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
     "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
     "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
     "fp16_wire": Feature(promise="fp16 wire", options={"comm_dtype": "float16"}, precision="32-true", by_gloo=True),
@@ -107,11 +108,11 @@ FEATURES: dict[str, Feature] = {
     "int8_feedback": _CODEC(options={"comm_dtype_across_nodes": "int8", "error_feedback": True}),
     "int4": _CODEC(options={"comm_dtype_across_nodes": "int4"}),
     "int4_feedback": _CODEC(options={"comm_dtype_across_nodes": "int4", "error_feedback": True}),
-    "adasum": Feature(promise="Adasum", options={"reduction": "adasum"}, optimizer="sgd"),
+    "adasum": Feature(promise="Adasum", options={"reduction": "adasum"}, optimizer="sgd", bound=0.1),
     "local_steps": Feature(promise="steps between nodes", options={"sync_across_nodes_every": 2}, by_gloo=True),
     "shard_update": Feature(promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1),
     "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
-    "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal", bound=0.1),
+    "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal"),
     "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
     "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
     "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),

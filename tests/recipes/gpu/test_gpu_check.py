@@ -175,7 +175,7 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(features, "run_world", run_world)
     given, num_alike = Given(device="cuda", folder=tmp_path, limit_s=1), 8
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert features.fits_as_on_cpu("int4", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
+    assert features.fits_as_on_cpu("bf16", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
     with pytest.raises(AssertionError, match="agree with the CPU to"):
         features.fits_as_on_cpu("flat", given)
     num_alike = 7
