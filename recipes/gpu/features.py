@@ -28,17 +28,11 @@ from recipes.gpu.worlds import KnownSums, layout, run_world
 NUM_STAGES = 2
 LOST_AT, LOST_RANK = 6, 1
 NAMED_WITHIN_S = 60.0  # of its end; one that is stopped within 30 s of the timeout
-
-
-def _raise() -> None:
-    raise ValueError("raised on purpose, in backward")
-
-
 # A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
-LOSSES: dict[str, Callable[[], None]] = {
+LOSSES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raises": _raise,
+    "raises": lambda: int("raised on purpose"),
 }
 
 
@@ -74,8 +68,8 @@ class Feature:
     """One fit, as it differs from 16-true with LARS on two nodes.
 
     `bound`: of the norm of any parameter, between GPUs and CPU: five times and more what rounding the images to half
-    precision moves the fit. `by_gloo`: whether Gloo carries all of its messages
-    between ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
+    precision moves the fit. `by_gloo`: whether Gloo carries all of its messages between ranks of one GPU, where NCCL
+    has none; it sends no tensor of a GPU from one rank to another.
     """
 
     promise: str

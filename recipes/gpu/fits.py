@@ -106,7 +106,7 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
-# ---- ends, and exact buffers -----------------------------------------------------------------------------------------
+# ---- ends, exact buffers, resume --------------------------------------------------------------------------------------
 
 
 def ends(precision: str, optimizer: str, given: Given) -> Details:
@@ -147,9 +147,6 @@ def apart(one: Tensor, other: Tensor) -> float:
     """Return how far they are apart, as a part of the norm."""
     norm = other.double().norm().item()
     return (one.double() - other.double()).norm().item() / (norm or 1.0)
-
-
-# ---- resume ----------------------------------------------------------------------------------------------------------
 
 
 class _SavesOnce(pl.Callback):

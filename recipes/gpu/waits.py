@@ -141,11 +141,8 @@ class _Watches(pl.Callback):
         """Note a wait that torch warns of, by the innermost line outside torch."""
         if "synchroniz" in str(message):
             frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-            self.places[f"{_short(frames[-1].filename)}:{frames[-1].lineno}"] += 1
-
-
-def _short(filename: str) -> str:
-    return filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+            path = frames[-1].filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+            self.places[f"{path}:{frames[-1].lineno}"] += 1
 
 
 def who_waits(given: Given) -> Details:
