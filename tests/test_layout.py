@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
     "flavours": {"fabric", "strategy", "pipeline", "precision", "checkpoint"},
-    "fabric": {"strategy", "precision", "comm"},
+    "fabric": {"strategy", "precision", "checkpoint", "comm"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
@@ -112,6 +113,20 @@ def test_the_walk_sees_what_it_should():
     assert not is_allowed("comm.stats.trace", "comm.health")
     assert not is_allowed("strategy.arguments", "planning.cluster")
     assert not is_allowed("data.order", "comm.plan")
+
+
+def circle_of(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle, those for type checkers and within functions too; none: an order exists."""
+    try:
+        TopologicalSorter({source: targets - {source} for source, targets in imports.items()}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_imports_go_round_in_a_circle():
+    assert not circle_of({part_of(path): ours(imports_of(path)) for path in MODULES})
+    assert sorted(set(circle_of({"a": {"b", "c"}, "b": {"c"}, "c": {"a"}}))) in (["a", "b", "c"], ["a", "c"])
 
 
 def test_the_library_knows_no_configuration_system_and_no_tracker():

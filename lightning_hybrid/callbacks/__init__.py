@@ -1,21 +1,17 @@
-"""Callbacks for any LightningModule: metrics to any logger, a report, a progress bar, exact repetition, checks."""
+"""Callbacks for any LightningModule: metrics to any logger, a report, averages of weights, checks."""
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
-from lightning_hybrid.callbacks.epoch_metrics import KeepEpochMetrics
 from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
-from lightning_hybrid.callbacks.progress import progress_bar
 from lightning_hybrid.callbacks.recalibrate_bn import RecalibrateBatchNorm
 from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
 from lightning_hybrid.callbacks.run_report.callback import RunReport
-from lightning_hybrid.callbacks.seed import SeedEachStep
-from lightning_hybrid.callbacks.step_checkpoint import StepCheckpoint
 from lightning_hybrid.callbacks.stop_on_signal import StopOnSignal
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import TrainingMetrics
+from lightning_hybrid.checks import moved
 
 __all__ = [
     "DataOrderError",
-    "KeepEpochMetrics",
     "MasterWeightAveraging",
     "NonFiniteLossError",
     "NumericsMonitor",
@@ -23,10 +19,16 @@ __all__ = [
     "ReplicaCheck",
     "ReplicaDriftError",
     "RunReport",
-    "SeedEachStep",
-    "StepCheckpoint",
     "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
-    "progress_bar",
 ]
+
+__getattr__ = moved(
+    __name__,
+    {
+        "SeedEachStep": "recipes.training.callbacks.seed_each_step",
+        "StepCheckpoint": "recipes.training.callbacks.step_checkpoint",
+        "progress_bar": "recipes.training.callbacks.progress_bar",
+    },
+)

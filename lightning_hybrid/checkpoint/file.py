@@ -26,6 +26,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from lightning_hybrid.atomic_file import atomic_path, remove_quietly, sync, sync_directory
+from lightning_hybrid.checks import first_line
 
 _COMMENT = b"lightning_hybrid crc32 %08x of %016x"
 _COMMENT_BYTES = len(_COMMENT % (0, 0))
@@ -207,7 +208,7 @@ def load_unchecked(
         # torch raises UnpicklingError for a refused class as well as for damage: the list of classes in the file tells.
         found = _objects_in(path) if isinstance(error, UnpicklingError) and weights_only is not False else []
         if not found:
-            raise DamagedCheckpointError(_damaged(path, _first_line(error))) from error
+            raise DamagedCheckpointError(_damaged(path, first_line(error))) from error
         raise RefusedCheckpointError(
             f"`{path}` holds objects (={', '.join(found)}) next to tensors and plain data: to build them is to run "
             "code that the file names, so it was not loaded, and nothing of it was run. If you wrote the file "
@@ -283,7 +284,3 @@ def _objects_in(path: Path) -> list[str]:
         return sorted(look(str(path)))
     except Exception:
         return []
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

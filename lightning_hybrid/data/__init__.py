@@ -1,7 +1,6 @@
 """Input pipelines: what a rank reads, in which order, and how it gets to the device in time.
 
-README.md shows the way of an image through these modules. Image sets are imported by their own name
-(`lightning_hybrid.data.in_memory.digits`), since each needs a library of its own.
+README.md shows the way of an image through these modules.
 """
 
 from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader

@@ -1,16 +1,12 @@
-"""The networks of the recipes, their arithmetic cost, and BatchNorm under gradient accumulation."""
+"""What networks are asked here: arithmetic cost, peak speed of a device, BatchNorm under gradient accumulation."""
 
-from lightning_hybrid.models.alexnet import AlexNet, AlexNetBN
+from lightning_hybrid.checks import moved
 from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum, ghost_batch_size
 from lightning_hybrid.models.flops import forward_flops_per_image, training_flops_per_image
 from lightning_hybrid.models.peak_flops import PeakFlops, peak_flops_per_s
-from lightning_hybrid.models.resnet import ResNet
 
 __all__ = [
-    "AlexNet",
-    "AlexNetBN",
     "PeakFlops",
-    "ResNet",
     "correct_momentum_",
     "corrected_momentum",
     "forward_flops_per_image",
@@ -18,3 +14,9 @@ __all__ = [
     "peak_flops_per_s",
     "training_flops_per_image",
 ]
+
+__getattr__ = moved(
+    __name__,
+    dict.fromkeys(("AlexNet", "AlexNetBN", "alexnet"), "recipes.networks.alexnet")
+    | dict.fromkeys(("ResNet", "resnet"), "recipes.networks.resnet"),
+)

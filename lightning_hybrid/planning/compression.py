@@ -1,4 +1,4 @@
-"""Whether fewer bits between nodes pay: steps with each codec, next to the best without.
+"""Whether fewer bits or fewer sums between nodes pay: steps with each codec, next to the best without; local steps.
 
 A codec saves the wire's time of what is exposed, and costs its own. Of more than 200 set-ups of data centres 6 gained
 (Agarwal et al. 2022, MLSys, arXiv:2103.00543); where links between nodes are slow many do. It changes the numbers, so
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes
-from lightning_hybrid.comm.plan import CommPlan
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.node_wire import NodeWire, WireName
+from lightning_hybrid.planning.plan_search import with_buckets
 from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
@@ -42,7 +43,7 @@ class WireStep:
     node_bytes: float
 
 
-def wire_step(outcome: SimulatedSteps, cluster: Cluster, *, itemsize: int, name: WireName | None) -> WireStep:
+def wire_step(outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None) -> WireStep:
     """Return a simulated step as one to be compared. `name`: the form between nodes that it was simulated with."""
     wire = None if name is None else NodeWire(name=name, itemsize=itemsize)
     sums = [(bucket.algorithm, bucket.num_bytes) for bucket in outcome.buckets]
@@ -58,7 +59,7 @@ def wire_step(outcome: SimulatedSteps, cluster: Cluster, *, itemsize: int, name:
 
 
 def compressed_steps(
-    work: StepWorkload, cluster: Cluster, plans: Sequence[CommPlan], *, itemsize: int, on_cuda: bool
+    work: StepWorkload, cluster: ClusterCosts, plans: Sequence[CommPlan], *, itemsize: int, on_cuda: bool
 ) -> tuple[WireStep, ...]:
     """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`; none for one node.
 
@@ -91,3 +92,35 @@ def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
         if step.step_s <= (1 - CLEARLY_LESS_BY_CODEC) * (best or plain).step_s:
             best = step
     return best
+
+
+# ---- steps inside nodes, averages over nodes in between (`sync_across_nodes_every`) ----
+
+CHUNK_BYTES = 16 * MIB  # of the average, of which two are under way
+BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32; Adam and LAMB send no momentum
+
+
+def average_s(
+    num_bytes: float, cluster: ClusterCosts, plan: CommPlan, *, on_cuda: bool, wire: NodeWire | None = None
+) -> float:
+    """Compute the time of one average over nodes of `num_bytes` in fp32, which nothing hides.
+
+    They are those of the masters and of the momentum, 4 and 4 per parameter, and are summed over all ranks in chunks of
+    16 MiB; `wire`: their form between nodes. Running statistics of BatchNorm, some thousandths, are not counted.
+    """
+    num_chunks = max(1, round(num_bytes / CHUNK_BYTES))
+    chunks = StepWorkload(forward_s=0.0, gradients=((max(1, int(num_bytes / 4 / num_chunks)), 0.0),) * num_chunks)
+    chunked = with_buckets(plan, CHUNK_BYTES)
+    return simulate(chunks, cluster, chunked, itemsize=4, on_cuda=on_cuda, wire=wire).step_s
+
+
+def with_averages(inside: SimulatedSteps, *, every: int, average_s: float) -> SimulatedSteps:
+    """Return steps inside a node with the time of the average spread over them.
+
+        step = step inside the node + average / every
+
+    A node sends 2 (N - 1) / N of the average's bytes, by `every`, in place of those of the gradients in each step
+    (Lin et al. 2020, arXiv:1808.07217).
+    """
+    more_s = average_s / every
+    return replace(inside, steps_s=inside.steps_s + more_s, exposed_s=inside.exposed_s + more_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes, plan_for_codec
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
@@ -61,7 +61,7 @@ class Candidate:
 
 def rank_plans(
     work: StepWorkload,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     plans: Iterable[CommPlan],
     *,
     itemsize: int,
@@ -96,7 +96,7 @@ def rank_plans(
 
 def candidates(
     work: StepWorkload,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     itemsize: int,
     on_cuda: bool = True,
@@ -140,7 +140,7 @@ def chosen(candidates: Sequence[Candidate], *, on_cuda: bool) -> Candidate:
 
 def choose_plan(
     numels: Sequence[int],
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     backward_s: float = 0.0,
     itemsize: int = 2,
@@ -166,7 +166,7 @@ def choose_plan(
     >>> far = Link(latency_s=2e-3, bytes_per_s=1.25e8)
     >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_shared_cores=2)
     >>> near = Link(latency_s=0.0, bytes_per_s=5e8)
-    >>> cluster = Cluster(num_nodes=4, ranks_per_node=4, inside=near, across=far, transport=gloo)
+    >>> cluster = ClusterCosts(num_nodes=4, ranks_per_node=4, inside=near, across=far, transport=gloo)
     >>> choose_plan([2 * MIB], cluster, on_cuda=False).algorithm_for(4 * MIB, cluster)    # by its bytes: two_level
     'hierarchical'
     """

@@ -18,7 +18,7 @@ from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, Span, simulate_events
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
@@ -117,7 +117,7 @@ def step_times(work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequen
 
 def simulate(
     work: StepWorkload,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     plan: CommPlan,
     *,
     itemsize: int,
@@ -137,7 +137,7 @@ def simulate(
         plan: The buckets and algorithms.
         itemsize: Bytes of an element on the wire.
         on_cuda: Chunks go one after another, as on one CUDA stream; that the engine has two is left out.
-        algorithm: None: the plan's. Else one of `cluster.PEERS` or `cluster.OURS` for every bucket, in one chunk.
+        algorithm: None: the plan's. Else one of `PEERS` or `OURS` of `cluster_costs` for every bucket, in one chunk.
         cuts: See `buckets_of`.
         num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
         jitter: The variation over ranks.
@@ -224,3 +224,29 @@ def _union_s(spans: Sequence[tuple[float, float]]) -> float:
         total_s += max(0.0, end_s - max(begin_s, until_s))
         until_s = max(until_s, end_s)
     return total_s
+
+
+def run_totals(
+    *,
+    step_s: float,
+    num_steps: float,
+    num_nodes: int,
+    watts_per_node: float | None = None,
+    price_per_node_hour: float | None = None,
+) -> dict[str, float]:
+    """Return `run_hours`, and where a node's rate is known `run_kwh` and `run_price`.
+
+        run_hours = num_steps * step_s / 3600
+        run_kwh   = run_hours * num_nodes * watts_per_node / 1000
+        run_price = run_hours * num_nodes * price_per_node_hour         in the unit of the rate
+
+    >>> run_totals(step_s=0.5, num_steps=7200, num_nodes=4, price_per_node_hour=10.0)
+    {'run_hours': 1.0, 'run_price': 40.0}
+    """
+    hours = num_steps * step_s / 3600
+    totals = {"run_hours": hours}
+    if watts_per_node is not None:
+        totals["run_kwh"] = hours * num_nodes * watts_per_node / 1000
+    if price_per_node_hour is not None:
+        totals["run_price"] = hours * num_nodes * price_per_node_hour
+    return totals

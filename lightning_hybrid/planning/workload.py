@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.event_simulation import SimulatedChunk
 from lightning_hybrid.planning.node_wire import NodeWire
 
@@ -60,7 +60,13 @@ class StepWorkload:
 
 
 def buckets_of(
-    numels: Sequence[int], cluster: Cluster, plan: CommPlan, *, itemsize: int, on_cuda: bool, cuts: Sequence[int] | None
+    numels: Sequence[int],
+    cluster: ClusterCosts,
+    plan: CommPlan,
+    *,
+    itemsize: int,
+    on_cuda: bool,
+    cuts: Sequence[int] | None,
 ) -> tuple[BucketPlan, ...]:
     """Fuse gradients that get ready in this order into buckets.
 
@@ -106,7 +112,7 @@ def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[in
 def chunks_of_step(
     buckets: Sequence[BucketPlan],
     ready_s: Sequence[float],
-    cluster: Cluster,
+    cluster: ClusterCosts,
     columns: Callable[[BucketPlan], int],
     *,
     algorithm: str | None = None,

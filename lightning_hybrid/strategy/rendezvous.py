@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checks import require_choice
+from lightning_hybrid.checks import first_line, require_choice
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.launcher import let_ranks_report, refuse_notebook
 from lightning_hybrid.strategy.registration import PIPELINE_NAME, STRATEGY_NAME
@@ -52,7 +52,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
-                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {_first_line(error)}. Is another "
+                f"`MASTER_PORT` (={port}) must be a port that rank 0 may open: {first_line(error)}. Is another "
                 "process rank 0 too, or another job at this port? Set another port on every rank, or end that process."
             ) from error
         raise RendezvousError(_no_answer(where, rank, timeout)) from error
@@ -196,10 +196,6 @@ def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0].rstrip(".")
-
-
 # ---- Lightning's seam ------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +251,7 @@ class RendezvousMixin:
         except dist.DistError as error:
             raise RendezvousError(
                 f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
-                f"{environment.main_port} and must be able to connect to one another: {_first_line(error)}. "
+                f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
                 "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
                 "the host's name. Has every process descriptors enough (`ulimit -n`)?"
             ) from error

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.models import AlexNet, ResNet
 from lightning_hybrid.optim import LARS
+from recipes.networks.alexnet import AlexNet
+from recipes.networks.resnet import ResNet
 
 Shapes = Sequence[tuple[int, ...]]
 

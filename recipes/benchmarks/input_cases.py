@@ -17,7 +17,6 @@ import torch
 
 from lightning_hybrid.data.images import decode
 from lightning_hybrid.data.images.crops import TrainCrop
-from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import share_of_cores
 from lightning_hybrid.data.images.folder import ImageFolder
 from lightning_hybrid.data.images.imagenet import open_images
@@ -31,6 +30,7 @@ from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
 from recipes.benchmarks.photos import write_photos
 from recipes.cli.markdown import markdown_table
 from recipes.cli.ranges import Count, CountOrZero
+from recipes.datasets.dali import DaliFiller, has_dali
 from recipes.datasets.packing import Packing
 
 REFERENCE = "Pillow + DataLoader"
@@ -152,7 +152,7 @@ class InputBench:
 
     def _decoding_loader(self, folder: Path, decoder: str) -> ImageTrainLoader:
         crop = TrainCrop(image_size=self.image_size, seed=0)
-        is_dali = decoder == decode.BATCH_DECODER
+        is_dali = decoder == "dali"
         own = decode.default_decoder() if is_dali else decoder
         rows = DecodedImages(open_images(folder), crop, decoder=own, max_corrupt_images=16)
         filler: BatchFiller = (DaliFiller if is_dali else DecodeThreads)(num_threads=self._num_threads)
@@ -258,12 +258,12 @@ def _mean_bytes(folder: Path) -> float:
 def installed_decoders() -> list[str]:
     """List the values of `data.decoder` that are installed."""
     found = [name for name in decode.DECODERS if name != "simplejpeg" or decode.simplejpeg is not None]
-    return found + [decode.BATCH_DECODER] * decode.has_dali()
+    return found + ["dali"] * has_dali()
 
 
 def dali_version() -> str:
     """Return the version of DALI, if it is installed."""
-    return str(importlib.import_module("nvidia.dali").__version__) if decode.has_dali() else "not installed"
+    return str(importlib.import_module("nvidia.dali").__version__) if has_dali() else "not installed"
 
 
 def as_dict(row: InputRow) -> dict[str, Any]:

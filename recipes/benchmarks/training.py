@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS, param_groups
 from recipes.cli.ranges import Count, CountOrZero
+from recipes.networks.resnet import ResNet
 
 NUM_CLASSES = 1000
 

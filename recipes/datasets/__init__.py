@@ -1,1 +1,1 @@
-"""Packing of image folders into shards."""
+"""Image sets of the recipes, their packing into shards, and decoding by DALI."""

@@ -106,7 +106,7 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
-# ---- ends, exact buffers, resume --------------------------------------------------------------------------------------
+# ---- ends, exact buffers, resume -------------------------------------------------------------------------------------
 
 
 def ends(precision: str, optimizer: str, given: Given) -> Details:

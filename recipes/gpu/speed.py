@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
@@ -28,6 +27,7 @@ from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 from recipes.gpu.worlds import layout, run_world
+from recipes.networks.resnet import ResNet
 
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
 PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum

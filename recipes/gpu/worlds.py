@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
+from lightning_hybrid.comm.engine.job import Job
+from lightning_hybrid.comm.engine.stages import STAGES, run_stage
 from recipes.gpu.runner import Details, Given, NotHere
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

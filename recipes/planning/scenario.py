@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.local_steps import BYTES, average_s, with_averages
+from lightning_hybrid.planning.compression import BYTES, average_s, with_averages
 from lightning_hybrid.planning.node_wire import NodeWire, WireName
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate

@@ -19,8 +19,7 @@ from lightning_hybrid.planning.plan_search import (
     Candidate,
     chosen,
 )
-from lightning_hybrid.planning.run_price import run_totals
-from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, run_totals, to_trace
 from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image

@@ -20,6 +20,7 @@ from lightning.fabric.strategies import DDPStrategy
 from omegaconf import DictConfig
 from torch import nn
 
+from lightning_hybrid.checks import first_line
 from lightning_hybrid.comm import CommPlan, Topology, host_identity
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
 from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
@@ -125,7 +126,7 @@ def connect(fabric: Fabric, asked: Measurement) -> Topology:
         dist.all_gather_object(answers, asdict(asked))
     except RuntimeError as error:
         raise ValueError(
-            f"`world` (={fabric.world_size} ranks) must be able to connect: {str(error).splitlines()[0]}. Are all "
+            f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. Are all "
             f"ranks started, within measure.timeout_s={asked.timeout_s:g} s of each other? Do they reach each other on "
             "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the "
             "host's name?"

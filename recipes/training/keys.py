@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.checks import first_line
 from lightning_hybrid.data.order import EpochOrder, largest_global_batch_size
 from lightning_hybrid.models import forward_flops_per_image
 from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
@@ -103,7 +104,7 @@ def model_for(data: pl.LightningDataModule, cfg: DictConfig, trainer: pl.Trainer
         try:
             forward_flops_per_image(model, shape)
         except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
+            reason = first_line(error)
             raise ValueError(
                 f"`model` (={type(model).__name__}) must take images of {' x '.join(map(str, shape))}, which "
                 f"{type(data).__name__} gives: {reason}. Set {' '.join([_fitting(cfg, shape), *also])}."

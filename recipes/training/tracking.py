@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.environment import code_state
+from lightning_hybrid.checks import first_line
 from recipes.training import csv_logger
 from recipes.training.csv_logger import CSVRows
 
@@ -93,7 +94,7 @@ def saved_state(ckpt_path: str | None) -> dict[str, Any]:
         if "weights_only" in str(error):  # whole, but with objects of the user's own
             rank_zero_warn(f"the tracker's run id in {ckpt_path} cannot be read: the tracker begins a new run")
             return {}
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise ValueError(
             f"`resume` (={ckpt_path}) must be a whole checkpoint of Lightning's: {reason}. Give one that was saved in "
             "full, or leave `resume` out to begin again."
@@ -170,7 +171,7 @@ def _words_for_wandb() -> Iterator[None]:
         wandb: Any = sys.modules.get("wandb")
         if wandb is None or not isinstance(error, wandb.errors.Error):
             raise
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = first_line(error)
         raise ValueError(
             f"`logger.offline` (=False) needs a W&B server that lets this run in: {reason}. Check the key "
             "(`wandb login`, or WANDB_API_KEY) and the network; or leave `logger.offline` and WANDB_MODE out: the run "

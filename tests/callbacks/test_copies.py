@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid import callbacks as own
+from recipes.training.callbacks.seed_each_step import SeedEachStep
 from tests import toy
 
 
@@ -29,18 +30,18 @@ class Copies(pl.Callback):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path, precision):
-    kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck, own.KeepEpochMetrics)
+    kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck)
     report = own.RunReport(str(tmp_path))
     copies = Copies()
     trainer = toy.trainer(
         strategy=HybridAllReduceStrategy(tune="on", checkpoint_io=DurableCheckpointIO(in_background=True)),
         precision=precision,
-        callbacks=[report, *(kind() for kind in kinds), own.StopOnSignal(), own.SeedEachStep(0), copies],
+        callbacks=[report, *(kind() for kind in kinds), own.StopOnSignal(), SeedEachStep(0), copies],
         logger=CSVLogger(tmp_path),
         max_epochs=1,
     )
     trainer.fit(module := toy.Toy(), toy.loader(32))
     assert copies.num_copies == 5
     alone = toy.Toy()
-    toy.trainer(precision=precision, max_epochs=1, callbacks=[own.SeedEachStep(0)]).fit(alone, toy.loader(32))
+    toy.trainer(precision=precision, max_epochs=1, callbacks=[SeedEachStep(0)]).fit(alone, toy.loader(32))
     assert toy.same_bits(toy.weights(module), toy.weights(alone)), "a copy changes nothing"

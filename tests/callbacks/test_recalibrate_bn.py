@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
 from lightning_hybrid.callbacks.recalibrate_bn import _Statistics
-from lightning_hybrid.data.in_memory.digits import DigitsDataModule
+from recipes.datasets.digits import DigitsDataModule
 from tests import toy
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import STAGES, Job, run_stage
+from lightning_hybrid.comm.engine.stages import STAGES, run_stage
 from lightning_hybrid.comm.plan import Algorithm
 
 Nodes = tuple[tuple[int, ...], ...]

@@ -22,9 +22,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
-from lightning_hybrid.callbacks import StepCheckpoint, StopOnSignal
+from lightning_hybrid.callbacks import StopOnSignal
 from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
 from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.training.callbacks.step_checkpoint import StepCheckpoint
 from tests import toy
 from tests.rank_pool import RankError
 

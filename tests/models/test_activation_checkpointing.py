@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hybrid.models import AlexNet, AlexNetBN, ResNet
 from lightning_hybrid.models.activation_checkpointing import checkpointed, run_stages
 from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
+from recipes.networks.alexnet import AlexNet, AlexNetBN
+from recipes.networks.resnet import ResNet
 
 NETWORKS = {
     "ResNet-18": lambda: ResNet(depth=18, num_classes=4, in_channels=1, width=0.125, stem="small"),

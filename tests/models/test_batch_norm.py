@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import ResNet, correct_momentum_, corrected_momentum, ghost_batch_size
+from lightning_hybrid.models import correct_momentum_, corrected_momentum, ghost_batch_size
+from recipes.networks.resnet import ResNet
 
 
 def norms_of(module):

@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import (
-    AlexNet,
-    AlexNetBN,
-    ResNet,
-    forward_flops_per_image,
-    training_flops_per_image,
-)
+from lightning_hybrid.models import forward_flops_per_image, training_flops_per_image
+from recipes.networks.alexnet import AlexNet, AlexNetBN
+from recipes.networks.resnet import ResNet
 
 # `_ops` of the weights in torchvision 0.28.0: 1e9 multiply-adds at 224 x 224, to three decimals.
 PUBLISHED_GIGA_MULTIPLY_ADDS = {18: 1.814, 34: 3.664, 50: 4.089, 101: 7.801, 152: 11.514}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import AlexNet, AlexNetBN, ResNet
+from recipes.networks.alexnet import AlexNet, AlexNetBN
+from recipes.networks.resnet import ResNet
 
 NETWORKS = {
     "ResNet-18": lambda **options: ResNet(depth=18, num_classes=4, width=0.125, **options),

@@ -11,7 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks import ReplicaCheck
-from lightning_hybrid.models import AlexNetBN, ResNet
+from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_hybrid.comm import Topology, traffic_of
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 from lightning_hybrid.planning import workload
-from lightning_hybrid.planning.cluster import OURS, PEERS
+from lightning_hybrid.planning.cluster_costs import OURS, PEERS
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
 from lightning_hybrid.planning.cost_nccl import Nccl

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.planning.memory import (
     USABLE_SHARE,
@@ -17,6 +16,7 @@ from lightning_hybrid.planning.memory import (
     memory_needs,
     shared_share,
 )
+from recipes.networks.resnet import ResNet
 
 RECORD = Path(__file__).resolve().parents[2] / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
 HALF_LARS = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)

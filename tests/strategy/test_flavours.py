@@ -73,7 +73,7 @@ def train(folder: Path, *arguments: str, callbacks: str = "", is_fresh: bool = F
 def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path):
     """Here our package is imported first, by the process that is forked: the names come with the import."""
     # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
-    ours = ("KeepEpochMetrics()", "NumericsMonitor()", "ReplicaCheck(2)", "SeedEachStep(1)", "TrainingMetrics()")
+    ours = ("NumericsMonitor()", "ReplicaCheck(2)", "TrainingMetrics()")
     calls = [*(f"lightning_hybrid.callbacks.{one}" for one in ours), "pl.callbacks.EMAWeightAveraging()"]
     checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import (
-    KeepEpochMetrics,
     NumericsMonitor,
     StopOnSignal,
     TrainingMetrics,
@@ -71,7 +70,7 @@ def local_steps_with_nan(folder):
 
 
 def saved_on_exception(folder):
-    callbacks = [KeepEpochMetrics(), ModelCheckpoint(folder, save_on_exception=True)]
+    callbacks = [ModelCheckpoint(folder, save_on_exception=True)]
     fit = toy.trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=True).fit
     return toy.error_of(fit, FailsOnRankOne(), toy.loader())
 

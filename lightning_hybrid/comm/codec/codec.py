@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,6 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
 from lightning_hybrid.cpp.library import CannotBuildError
-
-if TYPE_CHECKING:
-    from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
-
-_MASK = 2**32 - 1
 
 
 def _nothing(*_: float) -> None:
@@ -73,13 +68,6 @@ class Coder:
 
     `count_rounding`: called on the CPU, after each message of this rank, with two sums of squares over each 16th of its
     blocks: of errors, and of what was encoded.
-
-    >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
-    >>> message = torch.empty(coder.codec.message_bytes(300), dtype=torch.uint8)
-    >>> coder.blocks(flat).encode(flat, message, sender=0)
-    >>> coder.add(torch.stack([message, message]), flat)
-    >>> flat[:3].tolist(), bool((flat / 2 - torch.arange(300.0)).abs().max() < 300 / 127)
-    ([0.0, 4.03125, 4.03125], True)
     """
 
     def __init__(
@@ -96,15 +84,21 @@ class Coder:
         if step != self.step:
             self.step, self.turn = step, 0
 
-    def blocks(self, flat: Tensor, ids: Tensor | None = None, feedback: BucketFeedback | None = None) -> Blocks:
-        """Return the blocks of a tensor to sum now. `ids`: their numbers, int32, on its device; None: from zero on."""
-        if ids is None:
-            ids = torch.arange(num_blocks_of(flat.numel()), dtype=torch.int32, device=flat.device)
-        return Blocks(coder=self, ids=ids, step=self.step, turn=self.turn, feedback=feedback)
+    def encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
+        """Write `flat` into `message` with the noise of (seed, step, sender, turn), or to the nearest code (None)."""
+        if message.dim() == 2 and not hasattr(self._passes, "decode"):
+            for first, part, row in self._cut(flat, message):
+                self.encode(part, ids[first : first + num_blocks_of(part.numel())], key, row)
+            return
+        is_own = key is None or key[2] != OF_A_SUM
+        noise = torch.zeros(2, dtype=torch.float64) if self._measures and is_own else None
+        self._passes.encode(flat, ids, key, message, noise)
+        if noise is not None:
+            self._count_rounding(*noise.tolist())
 
     def encode_nearest(self, flat: Tensor, ids: Tensor, message: Tensor) -> None:
         """Write `flat` (1-D, float32) into `message` (uint8), each element to the nearest code."""
-        self._encode(flat, ids, None, message)
+        self.encode(flat, ids, None, message)
 
     def add(self, messages: Tensor, to: Tensor) -> None:
         """Write the sum of `messages`, one in each row, in their order and in float32, into `to` (1-D, float32)."""
@@ -124,49 +118,6 @@ class Coder:
         for begin, row in zip(range(0, flat.numel(), numel), rows, strict=False):
             part = flat[begin : begin + numel]
             yield begin // BLOCK, part, row[: self.codec.message_bytes(part.numel())]
-
-    def _encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
-        if message.dim() == 2 and not hasattr(self._passes, "decode"):
-            for first, part, row in self._cut(flat, message):
-                self._encode(part, ids[first : first + num_blocks_of(part.numel())], key, row)
-            return
-        is_own = key is None or key[2] != OF_A_SUM
-        noise = torch.zeros(2, dtype=torch.float64) if self._measures and is_own else None
-        self._passes.encode(flat, ids, key, message, noise)
-        if noise is not None:
-            self._count_rounding(*noise.tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """The blocks of a tensor on its way between nodes, and the place in the training at which it was submitted.
-
-    `feedback`: the residuals that are added before a node's sum is rounded; None: there are none.
-    """
-
-    coder: Coder
-    ids: Tensor
-    step: int
-    turn: int
-    feedback: BucketFeedback | None = None
-
-    def since(self, begin: int) -> Blocks:
-        """Return the blocks from element `begin` on, a multiple of 256."""
-        return replace(self, ids=self.ids[begin // BLOCK :]) if begin else self
-
-    def encode(self, flat: Tensor, message: Tensor, *, sender: int) -> None:
-        """Write `flat` (1-D, float32), which begins with the first of these blocks, into `message` (uint8).
-
-        A matrix holds in each row the message of as many blocks as have room there, of the last fewer.
-        """
-        if self.feedback is not None and sender != OF_A_SUM and len(self.ids) > 0:
-            self.feedback.encode(flat, self.ids, message, self.coder)
-            return
-        missing = num_blocks_of(flat.numel()) - len(self.ids)
-        # Shards of equal size may go beyond the tensor: what is there are zeros, which every noise leaves zeros.
-        ids = torch.nn.functional.pad(self.ids, (0, missing)) if missing > 0 else self.ids
-        key = self.coder.codec.seed & _MASK, self.step & _MASK, sender, self.turn & _MASK
-        self.coder._encode(flat, ids, key, message)
 
 
 def _passes_for(device: torch.device, codec: Codec) -> Passes:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM, num_blocks_of
-from lightning_hybrid.comm.codec.codec import Blocks
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.engine import gloo_p2p
-from lightning_hybrid.comm.engine.backend_collectives import all_gather
+from lightning_hybrid.comm.engine.node_exchange import all_gather
 
 
 def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender: int, by_backend: bool) -> None:

@@ -38,9 +38,10 @@ from torch.futures import Future
 
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job, Stage, run_stage, stage_scopes, stages_by_name
+from lightning_hybrid.comm.engine.stages import Stage, run_stage, stage_scopes, stages_by_name
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured

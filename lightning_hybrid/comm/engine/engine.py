@@ -30,11 +30,13 @@ from torch.futures import Future
 from lightning_hybrid.comm.adasum.combine import refuse_cut_bucket
 from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import NODE_STAGES, Job, stage_scopes
+from lightning_hybrid.comm.engine.stages import NODE_STAGES, stage_scopes
 from lightning_hybrid.comm.health.consensus import compare_plans
 from lightning_hybrid.comm.health.thread_place import place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
@@ -266,7 +268,7 @@ class CommEngine:
     ) -> Callable[[Tensor], Job]:
         assert self.coder is not None
         flat, new_job = bucket.flat, self._new_job
-        blocks = self.coder.blocks(flat, block_ids, feedback)
+        blocks = Blocks.of(self.coder, flat, block_ids, feedback)
         if bucket.is_last:
             self.coder.turn += 1  # a step may have several sums of all gradients
 

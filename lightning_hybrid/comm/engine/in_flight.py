@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT, chunk_numels, words_of
+from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.order_check import BucketOrder, ChecksummedCopy, CopyPool
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.diagnosis import BEHIND_DEVICE, IDLE, RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of

@@ -10,16 +10,14 @@ every rank of the node must call them, in the same order; in place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
 
 from lightning_hybrid.comm.engine import gloo_p2p
-from lightning_hybrid.comm.engine.backend_collectives import all_gather
+from lightning_hybrid.comm.engine.job import Job
 
-if TYPE_CHECKING:
-    from lightning_hybrid.comm.engine.stages import Job
-
+# torch 2.13 renames both and warns at every call by the old names; 2.11 and 2.12 know only those.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 PART_ALIGNMENT = 128
 """Elements: parts of a `flat` begin at multiples of it, as messages of the backend and of `gloo_p2p` ask."""

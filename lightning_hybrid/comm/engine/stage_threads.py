@@ -21,9 +21,10 @@ from torch.futures import Future
 from lightning_hybrid.comm.bucket_layout import ALIGNMENT
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.engine.in_flight import Chunk, FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.order_check import CopyPool
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import Job, Stage, group_name, run_stage, stages_by_name
+from lightning_hybrid.comm.engine.stages import Stage, group_name, run_stage, stages_by_name
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.stats.trace import CommTrace

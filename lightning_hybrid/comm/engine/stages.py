@@ -31,40 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.adasum.combine import adasum_
-from lightning_hybrid.comm.bucket_layout import ALIGNMENT, NodeExchange, between_nodes_form
-from lightning_hybrid.comm.codec.block_format import BLOCK
-from lightning_hybrid.comm.codec.codec import Blocks
+from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
-from lightning_hybrid.comm.engine.backend_collectives import all_gather as _all_gather
-from lightning_hybrid.comm.engine.backend_collectives import reduce_scatter as _reduce_scatter
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_
+from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.plan import Algorithm
-from lightning_hybrid.comm.topology import Scope, Topology
-
-# On CUDA shards begin at multiples of this many elements: NCCL moves 16 bytes at a time where addresses allow it.
-SHARD_ALIGNMENT = 128
-
-
-@dataclass
-class Job:
-    """One tensor on its way through the stages of an algorithm."""
-
-    flat: Tensor  # 1-D, contiguous; summed in place
-    topology: Topology
-    adasum_numels: tuple[int, ...] = ()  # of the tensors in `flat`, where leaders combine them by Adasum; else they sum
-    dtype_across: torch.dtype | None = None  # in which it travels between nodes, where narrower; None: its own
-    shard: Tensor | None = None  # this rank's part of it between two-level stages
-    keeps_shard: bool = False  # two-level stops before the gather: the shard stays in its place in `flat`
-    shard_begin: int = 0  # the element of `flat` with which the shard begins
-    by_backend: bool = False  # every stage is a collective of the backend's, as on CUDA, and no message of our own
-    blocks: Blocks | None = None  # those in which a codec carries it between nodes; None: as it is
-
-    @property
-    def shard_alignment(self) -> int:
-        """Shards begin at multiples of this many elements."""
-        if self.blocks is not None:
-            return BLOCK
-        return SHARD_ALIGNMENT if self.by_backend else ALIGNMENT
+from lightning_hybrid.comm.topology import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +130,7 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
     # The backend asks for shards of equal size. A copy, but of the last chunk only: an engine cuts the others to fit.
     padded = torch.nn.functional.pad(job.flat, (0, numel_missing)) if numel_missing else job.flat
     job.shard = job.flat.new_empty(numel_shard)  # of equal size on all ranks, as the backend asks
-    _reduce_scatter(job.shard, padded, group=group)
+    node_exchange.reduce_scatter(job.shard, padded, group=group)
 
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
@@ -180,10 +152,10 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
         return
     whole = shard.numel() * dist.get_world_size(group)
     if whole == job.flat.numel():
-        _all_gather(job.flat, shard, group=group)
+        node_exchange.all_gather(job.flat, shard, group=group)
         return
     padded = shard.new_empty(whole)
-    _all_gather(padded, shard, group=group)
+    node_exchange.all_gather(padded, shard, group=group)
     job.flat.copy_(padded[: job.flat.numel()])
 
 

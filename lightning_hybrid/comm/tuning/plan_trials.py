@@ -2,11 +2,11 @@
 
     start --> other algorithms --> other chunks --> other numbers of groups --> flat
 
-Each arrow is a comparison (sequential_test.py). It replaces the plan in force by one that takes less time beyond noise,
-and by nothing else: where plans are equal, the start stays, which is the model's choice. The plan that comes out has
-been tried against `flat` directly, so that it is not slower than that beyond noise. Tried plans differ in algorithm,
-chunks and groups only: the same gradients are summed in the same dtype, in another order of additions. Buckets stay as
-they are, as DDP would have to be built again to change them, and with it the state of its reducer.
+Each arrow is a comparison (paired_comparison.py). It replaces the plan in force by one that takes less time beyond
+noise, and by nothing else: where plans are equal, the start stays, which is the model's choice. The plan that comes out
+has been tried against `flat` directly, so that it is not slower than that beyond noise. Tried plans differ in
+algorithm, chunks and groups only: the same gradients are summed in the same dtype, in another order of additions.
+Buckets stay as they are, as DDP would have to be built again to change them, and with it the state of its reducer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from lightning_hybrid.comm.plan import Algorithm, BucketPlan, CommPlan, NodeShape
-from lightning_hybrid.comm.tuning.sequential_test import PairedComparison
+from lightning_hybrid.comm.tuning.paired_comparison import PairedComparison
 
 # Steps of trials, at most.
 MOST_STEPS = 300
@@ -74,7 +74,7 @@ class PlanTrials:
         self._neighbours = list(neighbours)
         self._safeguard = safeguard
         self._most_steps = most_steps
-        self._comparison: PairedComparison[CommPlan] | None = None
+        self._comparison: PairedComparison | None = None
         self._warmed = {start}
         self._compared: set[tuple[CommPlan, CommPlan]] = set()
         self._seen = {start}

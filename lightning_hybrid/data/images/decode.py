@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ except ImportError:  # the extra `jpeg`
 Pixels = NDArray[np.uint8]
 JPEG_MAGIC = b"\xff\xd8"
 DECODERS = ("simplejpeg", "pillow")  # of one image
-BATCH_DECODER = "dali"  # of whole batches: see `lightning_hybrid.data.images.dali`
-
 
 # The largest image: where Pillow begins to warn of decompression bombs (a quarter of a gigabyte of RGB).
 MAX_PIXELS = 89_478_485
@@ -33,41 +31,28 @@ def default_decoder() -> str:
     return "pillow" if simplejpeg is None else "simplejpeg"
 
 
-def check_decoder(decoder: str) -> None:
-    """Refuse a decoder that is not there.
+def check_decoder(decoder: str, *, of_batches: Iterable[str] = ()) -> None:
+    """Refuse a decoder that is not there; `of_batches`: names of those that decode whole batches.
 
     Raises:
         ValueError: The name is unknown, or the decoder is not installed.
 
-    >>> check_decoder("libjpeg")
+    >>> check_decoder("libjpeg", of_batches=["dali"])
     Traceback (most recent call last):
         ...
     ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow, dali. Set data.decoder=null for the faster \
 of the first two.
     """
-    if decoder not in (*DECODERS, BATCH_DECODER):
+    if decoder not in (names := (*DECODERS, *of_batches)):
         raise ValueError(
-            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}, {BATCH_DECODER}. Set data.decoder=null "
-            "for the faster of the first two."
-        )
-    if decoder == BATCH_DECODER and not has_dali():
-        raise ValueError(
-            f"`decoder` (={decoder!r}) must be installed: pip install 'lightning-hybrid[dali]' (Linux, CUDA 13; "
-            "nvidia-dali-cuda120 for CUDA 12), or set data.decoder=null."
+            f"`decoder` (={decoder!r}) must be one of {', '.join(names)}. Set data.decoder=null for the faster of the "
+            "first two."
         )
     if decoder == "simplejpeg" and simplejpeg is None:
         raise ValueError(
             "`decoder` (='simplejpeg') must be installed: pip install 'lightning-hybrid[jpeg]', or set "
             "data.decoder=pillow."
         )
-
-
-def has_dali() -> bool:
-    """Whether DALI is installed; it is not imported."""
-    try:
-        return importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:  # nothing of NVIDIA's is
-        return False
 
 
 def decode_rgb(data: bytes, *, decoder: str) -> Pixels:

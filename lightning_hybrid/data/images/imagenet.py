@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
-from lightning_hybrid.data.images.dali import DaliFiller
 from lightning_hybrid.data.images.datamodule import ImageDataModule
-from lightning_hybrid.data.images.decode import BATCH_DECODER, check_decoder, default_decoder
+from lightning_hybrid.data.images.decode import check_decoder, default_decoder
 from lightning_hybrid.data.images.folder import (
     ImageFolder,
     check_root,
@@ -39,8 +38,10 @@ class ImageNetDataModule(ImageDataModule):
         flip: Flip half of the training crops left to right.
         max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). Our choice:
             losses of a copy, and no more than 1 in 80,000 of ImageNet.
-        decoder: `simplejpeg` or `pillow`, in threads on the CPU; None: the faster of them that is installed. `dali`: on
-            the GPU where Lightning uses one, else on the CPU; `lightning_hybrid.data.images.dali` says what differs.
+        decoder: `simplejpeg` or `pillow`, in threads on the CPU, or a name in `batch_decoders`; None: the faster of the
+            first two that is installed.
+        batch_decoders: Makers of fillers that decode whole batches, by name. Each is called with `num_threads`,
+            `num_batches_ahead` and `device_id` (the GPU that Lightning uses, or None).
 
     Raises:
         ValueError: An argument is wrong, or the set has other classes; or, in `setup`, it is incomplete.
@@ -65,6 +66,7 @@ class ImageNetDataModule(ImageDataModule):
         num_batches_ahead: int = 2,
         max_corrupt_images: int = 16,
         decoder: str | None = None,
+        batch_decoders: Mapping[str, Callable[..., BatchFiller]] | None = None,
     ) -> None:
         super().__init__(
             global_batch_size=global_batch_size,
@@ -82,7 +84,11 @@ class ImageNetDataModule(ImageDataModule):
         ):
             require_whole(name, value, f"it is counted. Set data.{name}={least} or more", least=least)
         self.decoder = decoder or default_decoder()
-        check_decoder(self.decoder)
+        batch_decoders = batch_decoders or {}
+        check_decoder(self.decoder, of_batches=batch_decoders)
+        self._batch_decoder = batch_decoders.get(self.decoder)
+        if self._batch_decoder is not None:
+            self._batch_decoder(num_threads=1)  # says what is not installed, before any rank is started
         self.train_crop = TrainCrop(
             image_size=image_size,
             seed=seed,
@@ -114,15 +120,15 @@ class ImageNetDataModule(ImageDataModule):
         return min(most, len(ShardedImages(folder))) if holds_shards(folder) else num_images_up_to(folder, most)
 
     def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
-        # With DALI too some images are decoded here: those in formats that it does not read.
-        decoder = default_decoder() if self.decoder == BATCH_DECODER else self.decoder
+        # With another decoder some images are decoded here too: those in formats that it does not read.
+        decoder = self.decoder if self._batch_decoder is None else default_decoder()
         return DecodedImages(images, crop, decoder=decoder, max_corrupt_images=self.max_corrupt_images)
 
     def _filler(self) -> BatchFiller:
-        if self.decoder != BATCH_DECODER:
+        if self._batch_decoder is None:
             return super()._filler()
         device = self.trainer.strategy.root_device if self.trainer else None
-        return DaliFiller(
+        return self._batch_decoder(
             num_threads=self._num_threads(),
             num_batches_ahead=self.num_batches_ahead,
             device_id=device.index if device is not None and device.type == "cuda" else None,

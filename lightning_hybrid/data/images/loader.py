@@ -17,7 +17,7 @@ from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoa
 
 
 class BatchFiller(Protocol):
-    """The decoding part of a loader: `DecodeThreads`, or `lightning_hybrid.data.images.dali.DaliFiller`."""
+    """The decoding part of a loader: `DecodeThreads`, or a decoder of whole batches."""
 
     @property
     def pin_memory(self) -> bool:

@@ -1,4 +1,4 @@
-"""The base of data modules whose image sets fit in memory: digits and glyphs."""
+"""The base of data modules whose image sets fit in memory."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
 
@@ -22,7 +23,7 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
     messages = torch.empty(2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device)
-    blocks, total = coder.blocks(flat), torch.empty_like(flat)
+    blocks, total = Blocks.of(coder, flat), torch.empty_like(flat)
     blocks.encode(flat, messages[1], sender=1)
 
     def call() -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_hybrid.comm.plan import LEAST_FUSED_BYTES, CommPlan
-from lightning_hybrid.planning.cluster import PEERS, Cluster
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cluster_costs import PEERS
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.simulate import simulate

@@ -23,7 +23,7 @@ from torch.futures import Future, collect_all
 
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.bucket_layout import chunk_numels
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT
+from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT
 from lightning_hybrid.comm.hook import split_divisor
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard
 

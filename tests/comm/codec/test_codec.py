@@ -11,6 +11,7 @@ from lightning_hybrid.comm.codec import codec as codecs
 from lightning_hybrid.comm.codec.block_format import BLOCK, message_bytes, most_code, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.cpp_passes import SOURCE, CppPasses
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.philox import philox, random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses, hadamard
 from lightning_hybrid.cpp import library as cpp_library
@@ -193,7 +194,7 @@ def test_the_measured_error_is_that_of_the_format(bits, least, most):
         found = []
         coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: found.append(sums))
         message = torch.empty(coder.codec.message_bytes(flat.numel()), dtype=torch.uint8)
-        coder.blocks(flat).encode(flat, message, sender=0)
+        Blocks.of(coder, flat).encode(flat, message, sender=0)
         ((error, power),) = found
         out = torch.empty_like(flat)
         coder.add(message[None], out)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm.codec.block_format import BLOCK
 from lightning_hybrid.comm.codec.codec import Codec, Coder
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
 from lightning_hybrid.strategy.feedback_state import share_of_node
@@ -33,7 +34,7 @@ class OneNode:
         wire = self.padded.load(gradients * factor, before=1)
         bucket = self.feedback.bucket(0, self.padded, cut=cut, divisor=1, is_last=True)
         message = torch.empty(self.coder.codec.message_bytes(wire.numel()), dtype=torch.uint8)
-        self.coder.blocks(wire, self.padded.ids, bucket).encode(wire, message, sender=0)
+        Blocks.of(self.coder, wire, self.padded.ids, bucket).encode(wire, message, sender=0)
         self.coder.add(message[None], wire)
         self.feedback.end_step(torch.tensor(is_skipped))
         return self.padded.store(wire, buffer=torch.empty(sum(NUMELS)), after=factor)

@@ -63,7 +63,7 @@ def test_the_kernels_write_and_read_the_bits_of_torch(device, bits, key):
         parts = torch.zeros(4, coder.codec.message_bytes(256 * max(1, -(-numel // 768))), dtype=torch.uint8)
         in_turn = parts.clone()
         kernels.encode(flat.to(device), ids, key, (there := parts.to(device)), None)
-        coder._encode(flat, ids.cpu(), key, in_turn)
+        coder.encode(flat, ids.cpu(), key, in_turn)
         assert torch.equal(there.cpu(), in_turn)
         decoded = torch.empty(numel, device=device), torch.empty(numel)
         kernels.decode(there, decoded[0])

@@ -49,7 +49,7 @@ class InOneLaunch(TorchPasses):
 
     def encode(self, flat, ids, key, message, noise):
         self.calls.append("encode")
-        self.by_row._encode(flat, ids, key, message)
+        self.by_row.encode(flat, ids, key, message)
 
     def add(self, messages, to):
         self.calls.append("add")

@@ -15,7 +15,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 from lightning_hybrid.comm.bucket_layout import ddp_buckets
 from lightning_hybrid.comm.engine.cuda_streams import CudaStreams
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
-from lightning_hybrid.comm.engine.stages import SHARD_ALIGNMENT, Job
+from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.cost_nccl import Nccl

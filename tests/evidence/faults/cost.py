@@ -27,10 +27,10 @@ from lightning_hybrid.callbacks import NumericsMonitor
 from lightning_hybrid.callbacks.replica_check import tensors_of_replica
 from lightning_hybrid.callbacks.run_report.environment import environment
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.optim import LARS
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
+from recipes.networks.resnet import ResNet
 
 BATCH, NUM_STEPS, EVERY = 4, 6, 3
 DEFAULT_EVERY_N_STEPS = 100  # default of ReplicaCheck

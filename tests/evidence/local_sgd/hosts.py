@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.data.in_memory.glyphs import glyphs_split
 from lightning_hybrid.data.in_memory.loader import Normalize
+from recipes.datasets.glyphs import glyphs_split
 from tests import toy
 from tests.evidence.local_sgd.training import ARMS, NUM_EPOCHS, NUM_NODES, Node, accuracy, batches_of, new_network
 from tests.netlab.cluster import Cluster

@@ -22,11 +22,12 @@ from torch.optim.swa_utils import update_bn
 from lightning_hybrid.comm import Topology, traffic_of
 from lightning_hybrid.comm.codec.block_format import OF_A_SUM, num_blocks_of
 from lightning_hybrid.comm.codec.codec import Codec, Coder
-from lightning_hybrid.data.in_memory.glyphs import glyphs_split
+from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.data.in_memory.loader import EvalLoader, Normalize, TrainLoader
-from lightning_hybrid.models import AlexNetBN
 from lightning_hybrid.optim import LARS, WarmupPolynomialDecay, param_groups
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
+from recipes.datasets.glyphs import glyphs_split
+from recipes.networks.alexnet import AlexNetBN
 
 NUM_NODES, BATCH_SIZE, NUM_EPOCHS = 8, 128, 8
 NODES = Topology.from_ranks_per_node(rank=0, world_size=NUM_NODES, ranks_per_node=1)
@@ -188,10 +189,10 @@ def _sum_coded(rows: Tensor, coder: Coder) -> Tensor:
     messages = rows.new_empty((len(rows), coder.codec.message_bytes(rows.shape[1])), dtype=torch.uint8)
     ids = torch.arange(num_blocks_of(rows.shape[1]), dtype=torch.int32)
     for sender, (row, message) in enumerate(zip(rows, messages, strict=True)):
-        coder.blocks(row, ids).encode(row, message, sender=sender)
+        Blocks.of(coder, row, ids).encode(row, message, sender=sender)
     total = torch.empty_like(rows[0])
     coder.add(messages, total)
-    coder.blocks(total, ids).encode(total, messages[0], sender=OF_A_SUM)
+    Blocks.of(coder, total, ids).encode(total, messages[0], sender=OF_A_SUM)
     coder.add(messages[:1], total)
     return total
 

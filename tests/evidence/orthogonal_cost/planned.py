@@ -10,10 +10,10 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lightning_hybrid.models import ResNet
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.cli.markdown import markdown_table
+from recipes.networks.resnet import ResNet
 from recipes.planning.layers import flops_per_image, layers_of
 from tests.evidence.orthogonal_cost.updates import shares
 

@@ -11,8 +11,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_hybrid.models import AlexNetBN, ResNet
 from lightning_hybrid.planning.cluster import Cluster
+from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.resnet import ResNet
 from recipes.planning.layers import Layer, layers_of
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "conf" / "cluster"

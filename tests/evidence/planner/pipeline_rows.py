@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import torch
 
-from lightning_hybrid.models import AlexNet, ResNet
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.memory import StateBytes
 from lightning_hybrid.planning.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
+from recipes.networks.alexnet import AlexNet
+from recipes.networks.resnet import ResNet
 from recipes.planning.blocks import Block, blocks_of
 from recipes.planning.layers import FORWARD_SHARE
 from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, vgg16

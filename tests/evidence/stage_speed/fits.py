@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
-from lightning_hybrid.models import AlexNetBN, ResNet
 from lightning_hybrid.optim import LARS
+from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.resnet import ResNet
 
 WARM_UP_STEPS = 1
 

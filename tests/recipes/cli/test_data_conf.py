@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
-FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes"}
+FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes", "batch_decoders"}
 
 
 @pytest.mark.parametrize("name", ["imagenet", "synthetic"])

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import AlexNetBN, ResNet, forward_flops_per_image
+from lightning_hybrid.models import forward_flops_per_image
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.memory import MemoryNeed, StateBytes
+from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.resnet import ResNet
 from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import blocks_of
 from recipes.planning.layers import layers_of

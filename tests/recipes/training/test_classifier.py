@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.data.in_memory.digits import DigitsDataModule
-from lightning_hybrid.models import AlexNetBN
 from lightning_hybrid.optim import LARS, WarmupPolynomialDecay
+from recipes.datasets.digits import DigitsDataModule
+from recipes.networks.alexnet import AlexNetBN
 from recipes.training.classifier import Classifier
 from tests import toy
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader, batch_size_per_rank
-from lightning_hybrid.data.in_memory.digits import NUM_TRAIN, DigitsDataModule, digits_split
+from recipes.datasets.digits import NUM_TRAIN, DigitsDataModule, digits_split
 from tests import toy
 
 AS_STORED = Normalize(mean=0.0, std=1.0)

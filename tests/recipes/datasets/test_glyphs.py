@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hybrid.data.in_memory import glyphs
-from lightning_hybrid.data.in_memory.glyphs import (
+from recipes.datasets import glyphs
+from recipes.datasets.glyphs import (
     CHARACTERS,
     FONTS,
     IMAGE_SIZE,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.callbacks import SeedEachStep
+from recipes.training.callbacks.seed_each_step import SeedEachStep
 from tests import toy
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import AlexNet, ResNet
-from lightning_hybrid.models.resnet import BasicBlock, Bottleneck
+from recipes.networks.alexnet import AlexNet
+from recipes.networks.resnet import BasicBlock, Bottleneck, ResNet
 
 # Written by torchvision 0.28.0's own `resnet18()`, `resnet50()` and `alexnet()`.
 TORCHVISION = json.loads(Path(__file__).with_name("torchvision_0_28_state_dicts.json").read_text())

@@ -14,6 +14,7 @@ with damage that only decoding finds, at which DALI's whole pipeline fails.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 from collections import deque
@@ -88,6 +89,28 @@ def prepared(index: int, *, rows: DecodedImages, epoch: int) -> Prepared:
     (data, height, width), label = rows.find(index, partial(decodable, decoder=rows.decoder))
     frame = rows.crop.frame(height, width, image=index, epoch=epoch)
     return Prepared(index, np.frombuffer(data, dtype=np.uint8), frame, label)
+
+
+def has_dali() -> bool:
+    """Whether DALI is installed; it is not imported."""
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # nothing of NVIDIA's is
+        return False
+
+
+def dali_filler(**options: Any) -> DaliFiller:
+    """Make a `DaliFiller`.
+
+    Raises:
+        ValueError: DALI is not installed.
+    """
+    if not has_dali():
+        raise ValueError(
+            "`decoder` (='dali') must be installed: pip install 'lightning-hybrid[dali]' (Linux, CUDA 13; "
+            "nvidia-dali-cuda120 for CUDA 12), or set data.decoder=null."
+        )
+    return DaliFiller(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

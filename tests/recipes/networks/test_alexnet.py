@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import AlexNet, AlexNetBN
+from recipes.networks.alexnet import AlexNet, AlexNetBN
 
 
 def small(**changes):

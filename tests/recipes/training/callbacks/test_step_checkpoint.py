@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_hybrid.callbacks import StepCheckpoint
+from recipes.training.callbacks.step_checkpoint import StepCheckpoint
 from tests import toy
 
 

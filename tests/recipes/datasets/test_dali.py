@@ -13,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.images import dali, decode
-from lightning_hybrid.data.images.dali import JPEG_END, DaliFiller, decodable
-from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb, has_dali
+from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb
 from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.loader import ImageTrainLoader
 from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
+from recipes.datasets import dali
+from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
 from tests import toy
 from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
 
@@ -35,7 +35,12 @@ def root(tmp_path):
 
 
 def module_of(root, decoder="dali", **changes) -> ImageNetDataModule:
-    options = {"global_batch_size": 8, "eval_batch_size_per_rank": 4, "decoder": decoder}
+    options = {
+        "global_batch_size": 8,
+        "eval_batch_size_per_rank": 4,
+        "decoder": decoder,
+        "batch_decoders": {"dali": dali_filler},
+    }
     module = ImageNetDataModule(root=str(root), **SMALL | options | changes)
     module.setup("fit")
     return module
@@ -68,10 +73,12 @@ def test_without_dali_the_decoder_is_refused(monkeypatch):
         raise ModuleNotFoundError(name)
 
     for find_spec in (not_there, lambda name: None):
-        monkeypatch.setattr(decode.importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(dali.importlib.util, "find_spec", find_spec)
         assert not has_dali()
         with pytest.raises(ValueError, match=r"`decoder` \(='dali'\) must be installed: pip install .*\[dali\]"):
-            check_decoder("dali")
+            dali_filler(num_threads=1)
+    with pytest.raises(ValueError, match=r"`decoder` \(='dali'\) must be one of simplejpeg, pillow\."):
+        check_decoder("dali")
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}], ids=str)
@@ -294,7 +301,7 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
 
 IN_A_PROGRAM = """
 import sys
-from tests.data.images.test_dali import module_of
+from tests.recipes.datasets.test_dali import module_of
 iterator = iter(module_of(sys.argv[1]).train_dataloader())
 next(iterator)
 """
@@ -337,8 +344,7 @@ def module_epoch(root, epoch):
 
 
 def test_a_gpu_is_used_where_lightning_uses_one(root, monkeypatch):
-    monkeypatch.setattr("lightning_hybrid.data.images.imagenet.check_decoder", lambda decoder: None)
-    module = module_of(root)
+    module = module_of(root, batch_decoders={"dali": DaliFiller})
     assert module.train_dataloader().filler == DaliFiller(num_threads=2)
     module.trainer = toy.trainer()
     assert module.val_dataloader().filler.device_id is None

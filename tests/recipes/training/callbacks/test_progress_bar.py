@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks import progress, progress_bar
+from recipes.training.callbacks import progress_bar as progress
+from recipes.training.callbacks.progress_bar import progress_bar
 from tests.callbacks.support import TWO_STEPS, Module, counting, fit
 
 

@@ -1,0 +1,88 @@
+"""A challenger wins where it takes less time beyond noise, and by nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_hybrid.comm.tuning.paired_comparison import MOST_PAIRS, PairedComparison, has_won
+
+
+def run_comparison(comparison, time_of):
+    """Rounds until the comparison is decided; every order that it gave."""
+    orders = []
+    while order := comparison.order():
+        orders.append(order)
+        comparison.record([time_of(arm) for arm in order])
+    return orders
+
+
+def outcome(share_faster):
+    """Probability that a challenger wins whose pairs are faster in this share, and its pairs on average: exact."""
+    wins = mean_pairs = 0.0
+    chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
+    for num_pairs in range(1, MOST_PAIRS + 1):
+        following = {}
+        for num_faster, chance in chances.items():
+            for now, share in ((num_faster + 1, share_faster), (num_faster, 1 - share_faster)):
+                won = has_won(now, num_pairs - now)
+                if won is None:
+                    following[now] = following.get(now, 0.0) + chance * share
+                else:
+                    wins += chance * share * won
+                    mean_pairs += chance * share * num_pairs
+        chances = following
+    return wins, mean_pairs
+
+
+def test_an_equal_challenger_wins_in_one_comparison_of_a_hundred_at_most():
+    assert outcome(0.5)[0] <= 0.01
+    assert outcome(0.8)[0] >= 0.9
+
+
+def test_what_is_always_slower_costs_four_steps_and_what_is_always_faster_ten():
+    assert outcome(0.0) == (0.0, 4.0)
+    assert outcome(1.0)[1] == pytest.approx(10.0)
+
+
+def test_rounds_are_mirrored_and_losers_are_tried_no_more():
+    orders = run_comparison(PairedComparison("a", ["b", "c"]), {"a": 1.0, "b": 0.9, "c": 2.0}.get)
+    assert orders[:2] == [("a", "b", "c"), ("c", "b", "a")]
+    assert orders[4] == ("a", "b")
+    assert orders[5] == ("b", "a")
+    assert len(orders) == 10
+
+
+def test_of_several_that_are_faster_the_fastest_wins():
+    comparison = PairedComparison("a", ["b", "c", "d"])
+    run_comparison(comparison, {"a": 1.0, "b": 0.9, "c": 0.7, "d": 0.8}.get)
+    assert comparison.winner == "c"
+    assert comparison.ratio("c") == pytest.approx(0.7)
+
+
+def test_with_a_steady_change_no_challenger_wins():
+    """A machine that gets 1 % faster with every step favours the arm that comes last: in mirrored rounds none does."""
+    clock = [1.0]
+
+    def time_of(arm):
+        clock[0] *= 0.99
+        return clock[0]
+
+    comparison = PairedComparison("a", ["b", "c"])
+    run_comparison(comparison, time_of)
+    assert comparison.winner == "a"
+
+
+def test_a_gain_below_the_least_is_none():
+    for gain, winner in ((0.004, "a"), (0.006, "b")):
+        comparison = PairedComparison("a", ["b"])
+        run_comparison(comparison, {"a": 1.0, "b": 1.0 - gain}.get)
+        assert comparison.winner == winner
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
+def test_a_time_that_is_none_helps_no_challenger(bad):
+    comparison = PairedComparison("a", ["b"])
+    run_comparison(comparison, {"a": 1.0, "b": bad}.get)
+    assert (comparison.winner, comparison.ratio("b")) == ("a", 1.0)
