@@ -21,19 +21,28 @@ if TYPE_CHECKING:
         MasterWeightPrecision,
     )
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+    from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
 __all__ = [
+    "Adasum",
+    "Comm",
     "DurableCheckpointIO",
     "DynamicLossScale",
     "HybridAllReduceStrategy",
     "HybridPipelineStrategy",
+    "LocalSteps",
     "LossScale",
     "MasterWeightPrecision",
+    "Mean",
+    "Report",
     "StaticLossScale",
 ]
 __version__ = "0.2.0"
 
-_LOSS_SCALES = ("DynamicLossScale", "LossScale", "StaticLossScale")
+_PLACES = {
+    **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
+    **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),
+}
 
 register_everywhere()
 
@@ -42,5 +51,5 @@ def __getattr__(name: str) -> object:
     # Imported when it is first asked for: every user pays for an import, and some use `pytorch_lightning` or Fabric.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = "precision.loss_scale" if name in _LOSS_SCALES else "flavours.lightning_pytorch"
+    place = _PLACES.get(name, "flavours.lightning_pytorch")
     return getattr(import_module(f"{__name__}.{place}"), name)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import average_bucket
 from lightning_hybrid.optim import LARS
 from tests import toy
@@ -76,7 +76,7 @@ def one_step(algorithm):
         module.at["bucket"] = bucket.buffer().clone()
         return average_bucket(state, bucket)
 
-    strategy = HybridAllReduceStrategy(algorithm=algorithm, loss_scale=SCALE, ranks_per_node=2)
+    strategy = HybridAllReduceStrategy(comm=Comm(algorithm=algorithm), loss_scale=SCALE, ranks_per_node=2)
     strategy._bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))

@@ -118,7 +118,7 @@ def test_bench_and_tune_on_two_ranks(installed):
     assert "2 ranks = 1 node x 2" in installed.run("lightning-hybrid", "bench", *PROCESSES, *small)
     network = ["model=alexnet_bn", "image_shape=[1,16,16]", "measure.max_bytes=65536", "measure.num_rounds=3"]
     said = installed.run("lightning-hybrid", "tune", *PROCESSES, *network, "measure.limit_s=30", "hydra.run.dir=tuned")
-    assert f"  lightning-hybrid train strategy.plan={installed.folder}/tuned/plan.json" in said.splitlines()
+    assert f"  lightning-hybrid train strategy.comm.plan={installed.folder}/tuned/plan.json" in said.splitlines()
 
 
 def test_search_and_claims(installed):

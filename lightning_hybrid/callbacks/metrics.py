@@ -113,7 +113,7 @@ _TABLE = (
     _timed(
         name=COMM_ACHIEVED_SHARE,
         unit="1",
-        meaning="The achieved rate as a part of the link's, which the strategy was given as `link_bytes_per_s`.",
+        meaning="The achieved rate as a part of the link's, which the strategy was given as `report.link_bytes_per_s`.",
     ),
     _timed(
         name=IMAGES_PER_S,

@@ -50,7 +50,7 @@ class ReplicaCheck(Callback):
     training, also from a checkpoint, and its end are checked too. Buffers and parameters that DDP ignores are left out.
     Where the ranks of a node share masters and optimizer state, (a, b) are of what all have, and another two for each
     local rank are of its parts: those of equal local rank, one on every node, have the same. While nodes train on their
-    own (`sync_across_nodes_every`), the ranks of each node are compared.
+    own (`LocalSteps`), the ranks of each node are compared.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
     other step. Nothing happens with one rank.

@@ -141,7 +141,7 @@ class CommPlan:
         if self.algorithm not in names:
             raise ValueError(
                 f"`algorithm` (={self.algorithm!r}) must be one of {', '.join(names)}: it names the all-reduce. "
-                "Set `strategy.algorithm=auto` to have it chosen by bucket size and topology."
+                "Set `strategy.comm.algorithm=auto` to have it chosen by bucket size and topology."
             )
         _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
         _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
@@ -284,7 +284,7 @@ class CommPlan:
         return (
             f"`algorithm` (='two_level') needs nodes of equal size, and the {topology.world_size} ranks are spread "
             f"unevenly over {topology.num_nodes} nodes: the flat ring is used instead. "
-            "`strategy.algorithm=hierarchical` works with uneven nodes."
+            "`strategy.comm.algorithm=hierarchical` works with uneven nodes."
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:

@@ -205,7 +205,7 @@ def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     ValueError: `ranks_per_node` (=8) must divide `world_size` (=12): it says that nodes are consecutive blocks of \
 equal size, and here the last node would hold 4 ranks. Either launch a multiple of 8 ranks, or leave \
 `strategy.ranks_per_node` unset so that nodes are found by themselves, or use the flat ring with \
-`strategy.algorithm=flat`.
+`strategy.comm.algorithm=flat`.
     """
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
         raise ValueError(
@@ -217,7 +217,7 @@ equal size, and here the last node would hold 4 ranks. Either launch a multiple 
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): it says that nodes are "
             f"consecutive blocks of equal size, and here the last node would hold {world_size % ranks_per_node} "
             f"ranks. Either launch a multiple of {ranks_per_node} ranks, or leave `strategy.ranks_per_node` unset so "
-            "that nodes are found by themselves, or use the flat ring with `strategy.algorithm=flat`."
+            "that nodes are found by themselves, or use the flat ring with `strategy.comm.algorithm=flat`."
         )
 
 

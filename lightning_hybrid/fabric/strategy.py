@@ -25,9 +25,11 @@ from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import Planner, bucket_caps_for_ddp, refuse_what_is_not_averaged
+from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp, refuse_what_is_not_averaged
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReportMixin, reason_of
+from lightning_hybrid.strategy.old_keywords import with_old_keywords
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 
@@ -47,20 +49,17 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     optimizer, and `fabric.load` takes them from it.
 
     Args:
-        algorithm: `"flat"`, `"parallel_flat"`, `"hierarchical"`, `"two_level"`, or `"auto"`.
+        between_nodes: what becomes of gradients of several nodes: `Mean(...)` or `Adasum()`. The noise of `"int8"` and
+            `"int4"` is that of the sums since the run began, as Fabric counts no steps.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
-        bucket_bytes: size at which gradients are fused into one buffer; bytes.
-        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
-            JSON, or a `Planner` that chooses one for each module.
-        comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only. Also `"int8"` or `"int4"`, see comm/README.md;
-            their noise is that of the sums since the run began, as Fabric counts no steps.
+        comm: how sums are carried out: `Comm(...)`; a planner chooses a plan for each module.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
+        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, reduction: keywords of 0.2, which go with
+            the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is on unless set.
 
     Raises:
@@ -69,18 +68,15 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
+    _kind = "Fabric"
     _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric
 
     def __init__(
         self,
-        algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
+        between_nodes: BetweenNodes = Mean(),  # noqa: B008  frozen
         ranks_per_node: int | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
+        comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
-        reduction: Literal["mean", "adasum"] = "mean",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -89,19 +85,22 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        algorithm: str | None = None,
+        bucket_bytes: int | None = None,
+        plan: CommPlan | Planner | str | None = None,
+        comm_dtype: str | torch.dtype | None = None,
+        comm_dtype_across_nodes: str | torch.dtype | None = None,
+        reduction: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        between_nodes, comm, _ = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         for_ddp = self._take_options(
             ddp_kwargs,
             own=inspect.signature(FabricHybridAllReduceMixin).parameters,
-            algorithm=algorithm,
+            between_nodes=between_nodes,
+            comm=comm,
             ranks_per_node=ranks_per_node,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            comm_dtype=comm_dtype,
-            comm_dtype_across_nodes=comm_dtype_across_nodes,
-            reduction=reduction,
             loss_scale=loss_scale,
         )
         self._engines: list[CommEngine] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -12,13 +12,11 @@ from torch import nn
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
-from lightning_hybrid.lightning_names import lightning_types, misconfiguration
+from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
-from lightning_hybrid.strategy.arguments import Planner
+from lightning_hybrid.strategy.compatibility import in_callbacks, in_precision, refuse_excluded
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
-
-PRECISIONS = ("32-true", "16-true", "bf16-true")
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
@@ -81,43 +79,6 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
 
 
-def check_data_options(options: Mapping[str, Any]) -> None:
-    """Check that the options for the data ranks are those that a pipeline carries out.
-
-    Raises:
-        ValueError: names the option.
-
-    >>> check_data_options({"comm_dtype_across_nodes": "float16"})
-    >>> check_data_options({"comm_dtype_across_nodes": "int8"})
-    Traceback (most recent call last):
-    ValueError: `comm_dtype_across_nodes` (='int8') cannot be combined with a pipeline: a codec numbers the blocks of \
-a whole network, and a rank has that of its stages. Leave strategy.comm_dtype_across_nodes out, or set it to float16.
-    """
-    for name, (refused, why) in _NOT_IN_A_PIPELINE.items():
-        value = options.get(name)
-        if refused(value):
-            cure = ", or set it to float16" if name == "comm_dtype_across_nodes" else ""
-            raise ValueError(
-                f"`{name}` (={value!r:.80}) cannot be combined with a pipeline: {why}. Leave strategy.{name} out{cure}."
-            )
-
-
-_NOT_IN_A_PIPELINE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "comm_dtype_across_nodes": (
-        lambda value: str(value).removeprefix("torch.") in ("int8", "int4"),
-        "a codec numbers the blocks of a whole network, and a rank has that of its stages",
-    ),
-    "plan": (lambda value: isinstance(value, Planner), "a planner is asked about the gradients of a whole network"),
-    "reduction": (lambda value: value == "adasum", "data ranks average the gradients of their stages"),
-    "shard_update": (lambda value: value == "node", "a rank has masters and optimizer state of its stages only"),
-    "sync_across_nodes_every": (lambda value: value not in (None, 1), "its stages may be on several nodes"),
-    "tune": (
-        lambda value: value not in (None, False, "off", "auto"),
-        "plans are tried on the buckets of a whole network",
-    ),
-}
-
-
 def check_ranks(*, num_stages: int, world_size: int) -> None:
     """Check that the ranks divide into pipelines.
 
@@ -132,52 +93,20 @@ def check_ranks(*, num_stages: int, world_size: int) -> None:
         )
 
 
-def check_trainer(trainer: Any, module: Any, precision: str) -> None:
-    """Check what of Lightning a pipeline cannot carry out.
+def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, callbacks: Sequence[Any] = ()) -> None:
+    """Check what of Lightning a pipeline cannot carry out: how a step is made, precision and callbacks.
 
     Raises:
         MisconfigurationException: names the option.
     """
-    if trainer.accumulate_grad_batches != 1:
-        num = trainer.accumulate_grad_batches
-        raise misconfiguration(
-            f"`accumulate_grad_batches` (={num}) must be 1 in a pipeline: micro-batches are its accumulation, bit for "
-            f"bit. Set strategy.num_microbatches to {num} times what it is, and the batch of the loader too."
-        )
+    found = {"pipeline": "a pipeline"} | in_precision(precision) | in_callbacks(callbacks)
+    if (num := trainer.accumulate_grad_batches) != 1:
+        found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:
-        raise misconfiguration(
-            "`automatic_optimization` (=False) must be True in a pipeline: the schedule runs forward and backward of "
-            "all micro-batches together, so a `training_step` cannot call them itself."
-        )
+        found["manual optimization"] = "`automatic_optimization` (=False)"
     if trainer.strategy._layer_sync is not None:
-        raise misconfiguration(
-            "`sync_batchnorm` (=True) must be False in a pipeline: each micro-batch has statistics of its own, as "
-            "batches of an accumulation have. Leave trainer.sync_batchnorm out."
-        )
-    if precision not in PRECISIONS:
-        raise misconfiguration(
-            f"`precision` (={precision!r}) must be one of {', '.join(PRECISIONS)} in a pipeline: others were not "
-            "proved against accumulation. Set trainer.precision=16-true, which has fp32 masters."
-        )
-
-
-_CALLBACKS_REFUSED = {
-    "BaseFinetuning": "it hands layers of a whole network to the optimizer. Set `requires_grad`, and thaw between fits",
-    "GradientAccumulationScheduler": "micro-batches are its accumulation. Set strategy.num_microbatches",
-    "ModelPruning": "it ranks the weights of a whole network. Prune before or after",
-    "StochasticWeightAveraging": "it copies the weights of a whole network. Take Lightning's WeightAveraging",
-}
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Check that no callback needs the whole network on one rank.
-
-    Raises:
-        MisconfigurationException: names the callback.
-    """
-    for name, why in _CALLBACKS_REFUSED.items():
-        if any(isinstance(one, lightning_types(f"pytorch.callbacks.{name}")) for one in callbacks):
-            raise misconfiguration(f"`callbacks` (with {name}) cannot be combined with a pipeline: {why}.")
+        found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
+    refuse_excluded(found, error=misconfiguration)
 
 
 def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:

@@ -25,12 +25,10 @@ from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_o
 from lightning_hybrid.pipeline.options import (
     Schedule,
     blocks_of,
-    check_callbacks,
-    check_data_options,
     check_options,
-    check_trainer,
     compare_stages,
     cut_places,
+    refuse_in_pipeline,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
@@ -67,14 +65,16 @@ class HybridPipelineMixin(DataRanksMixin):
             an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
-        **options: as in `HybridAllReduceStrategy`, for the data ranks; `tune` is off, and what needs the gradients of a
-            whole network is refused: a codec, a planner, `reduction`, `shard_update`.
+        **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
+            refused: a codec, a planner, `Adasum`, `LocalSteps`, `shard_update`, tuning.
 
     Raises:
         ValueError: an option cannot work; before any process group exists where it can be known by then.
 
     Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
     """
+
+    _kind = "pipeline"
 
     def __init__(
         self,
@@ -88,7 +88,6 @@ class HybridPipelineMixin(DataRanksMixin):
     ) -> None:
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
-        check_data_options(options)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None
@@ -97,7 +96,7 @@ class HybridPipelineMixin(DataRanksMixin):
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
         self._until_teardown = ExitStack()
-        super().__init__(**{"tune": "off", **options})
+        super().__init__(**dict(options))
 
     @property
     def comm_trace(self) -> CommTrace | None:
@@ -122,8 +121,7 @@ class HybridPipelineMixin(DataRanksMixin):
         assert self._timeout is not None
         assert isinstance(watchdog, PipelineWatchdog)
         if is_fit:
-            check_trainer(trainer, module, self.precision_plugin.precision)
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            refuse_in_pipeline(trainer, module, self.precision_plugin, trainer.callbacks)  # type: ignore[attr-defined]
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         compare_stages(
@@ -231,7 +229,7 @@ class HybridPipelineMixin(DataRanksMixin):
         """Run the schedule, then the user's `training_step` on the whole batch with the outputs, without gradients."""
         assert self._training is not None
         trainer = self._here.module.trainer
-        check_trainer(trainer, self._here.module, self.precision_plugin.precision)
+        refuse_in_pipeline(trainer, self._here.module, self.precision_plugin)
         (batch, *rest), parameters = (*args, *kwargs.values()), self._training.parameters
         if self._half is not None:
             scale = self._half.begin_microbatches(parameters)

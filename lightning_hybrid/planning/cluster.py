@@ -20,7 +20,7 @@ class Cluster(ClusterCosts):
     ) -> CommPlan:
         """Choose the plan of a job: see `plan_search.choose_plan`.
 
-        `codec_bits`: of `comm_dtype_across_nodes="int8"` or `"int4"`.
+        `codec_bits`: of `between_nodes.dtype="int8"` or `"int4"`.
 
         Raises:
             ValueError: nodes of the job have other numbers of ranks than those of the description.
@@ -29,7 +29,7 @@ class Cluster(ClusterCosts):
             raise ValueError(
                 f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
                 f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by "
-                "`lightning-hybrid tune`, or leave `strategy.plan` out."
+                "`lightning-hybrid tune`, or leave `strategy.comm.plan` out."
             )
         wire = None if codec_bits is None else NodeWire(name="int8" if codec_bits == 8 else "int4", itemsize=itemsize)
         return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda, wire=wire)

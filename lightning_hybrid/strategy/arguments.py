@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import math
-import os
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,31 +17,13 @@ from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.bucket_layout import ddp_limits
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import is_overridden, misconfiguration
+from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
+from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import Precision
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-
-
-@runtime_checkable
-class Planner(Protocol):
-    """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
-
-    def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
-        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
-
-        Sums that go through a codec between nodes have `codec_bits=8` or `4` besides.
-        """
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -54,7 +32,14 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     Raises:
         ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
     """
-    own = [name for name in own if name != "ddp_kwargs"]
+    own = [name for name in own if name not in ("ddp_kwargs", *OLD_KEYWORDS)]
+    values = {"between_nodes": (Mean, LocalSteps), "comm": (Comm,), "report": (Report,)}
+    fields = {
+        each.name: f"{name}={kind.__name__}({each.name}=...)"
+        for name, kinds in values.items()
+        for kind in kinds
+        for each in dataclasses.fields(kind)
+    }
     # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
     ddp = list(inspect.signature(DistributedDataParallel).parameters)
     for name, value in ddp_kwargs.items():
@@ -63,63 +48,19 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
                 continue
             raise ValueError(
                 f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
-                "hook. In place of fp16_compress_hook give comm_dtype='float16', in place of bf16_compress_hook "
-                "comm_dtype='bfloat16'; for another hook, such as PowerSGD, or for local steps use strategy='ddp'."
+                "hook. In place of fp16_compress_hook give comm=Comm(dtype='float16'), in place of bf16_compress_hook "
+                "comm=Comm(dtype='bfloat16'), in place of averages of models between_nodes=LocalSteps(every=8); for "
+                "another hook, such as PowerSGD, use strategy='ddp'."
             )
         if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
             raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
         if name not in ddp:
-            near = difflib.get_close_matches(name, [*own, *ddp], n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            near = difflib.get_close_matches(name, [*own, *ddp, *fields], n=1)
+            hint = f" Did you mean `{fields.get(near[0], near[0])}`?" if near else ""
             raise ValueError(
                 f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
                 f"{hint} Options: {', '.join(own)}."
             )
-
-
-def one_bucket_size(bucket_bytes: int | None, ddp_kwargs: dict[str, Any]) -> int | None:
-    """Return the bytes of a bucket, from `bucket_bytes` or from DDP's `bucket_cap_mb` (MiB), taken from `ddp_kwargs`.
-
-    Raises:
-        ValueError: both were given.
-    """
-    cap_mb = ddp_kwargs.pop("bucket_cap_mb", None)
-    if cap_mb is None:
-        return bucket_bytes
-    if bucket_bytes is not None:
-        raise ValueError(
-            f"`bucket_cap_mb` (={cap_mb}) and `bucket_bytes` (={bucket_bytes}) say the same thing. Keep `bucket_bytes`."
-        )
-    return int(cap_mb * 2**20)
-
-
-def plan_from(plan: CommPlan | Planner | str | None, *, algorithm: Any, bucket_bytes: int | None) -> CommPlan:
-    """Return the given plan, or read it from the file of that path, or make it from the two options that need none.
-
-    For a planner it is the library's own plan, until `ask_planner` can choose.
-
-    Raises:
-        ValueError: a plan and one of the options were given, or a value cannot work.
-    """
-    if plan is None:
-        made = CommPlan(algorithm=algorithm)
-        return made if bucket_bytes is None else dataclasses.replace(made, bucket_bytes=bucket_bytes, num_buckets=1)
-    if algorithm != "auto" or bucket_bytes is not None:
-        raise ValueError(
-            f"`plan` (={plan!r}) says which algorithm and what bucket size are used: leave `algorithm` and "
-            "`bucket_bytes` out, or the plan."
-        )
-    if isinstance(plan, Planner):
-        return CommPlan()
-    if isinstance(plan, CommPlan):
-        return plan
-    try:
-        return CommPlan.from_json(Path(plan).read_text())
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
-            "`CommPlan(...).to_json()`, or leave `strategy.plan` out."
-        ) from error
 
 
 def ask_planner(
@@ -178,74 +119,6 @@ def bucket_caps_for_ddp(
     return {"bucket_cap_mb_list": [cap / 2**20 for cap in caps]}
 
 
-def dtype_from(
-    setting: str | torch.dtype | None, *, name: str = "comm_dtype", more: tuple[str, ...] = ()
-) -> torch.dtype | None:
-    """Return the dtype that an option names; `more`: what else it may name, for the error.
-
-    Raises:
-        ValueError: it names no dtype of a gradient.
-
-    >>> dtype_from("fp16"), dtype_from("torch.bfloat16"), dtype_from(None)
-    (torch.float16, torch.bfloat16, None)
-    """
-    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
-        return setting
-    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
-        return _DTYPES[setting.removeprefix("torch.")]
-    cure = ""
-    if str(setting).removeprefix("torch.") in ("int8", "int4"):
-        cure = f" Sums have to hold them as they are: 8 and 4 bits are for comm_dtype_across_nodes={setting!r}."
-    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
-
-
-def across_nodes_from(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
-    """Return what `comm_dtype_across_nodes` names: a dtype or a codec.
-
-    Raises:
-        ValueError: it names neither.
-
-    >>> across_nodes_from("fp16"), across_nodes_from("int8").bits, across_nodes_from(None)
-    (torch.float16, 8, None)
-    """
-    name = str(setting).removeprefix("torch.")
-    if name not in ("int8", "int4"):
-        return dtype_from(setting, name="comm_dtype_across_nodes", more=("int8", "int4"))
-    return Codec(bits=8 if name == "int8" else 4)
-
-
-def rate_from(setting: float | None, *, name: str = "link_bytes_per_s") -> float | None:
-    """Check an option in bytes per second, and return it as a float.
-
-    Raises:
-        ValueError: it is no number above zero, or not finite.
-
-    >>> rate_from(125_000_000), rate_from(None)
-    (125000000.0, None)
-    """
-    if setting is None:
-        return None
-    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 < setting < math.inf:
-        raise ValueError(
-            f"`{name}` (={setting!r}) must be None or a number of bytes per second above zero: it is what a node's "
-            "link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where it is not known."
-        )
-    return float(setting)
-
-
-def folder_from(name: str, setting: str | os.PathLike[str] | None) -> str | None:
-    """Return the folder that the option of this name says.
-
-    Raises:
-        ValueError: it is neither a path nor None.
-    """
-    if setting is not None and not isinstance(setting, str | os.PathLike):
-        raise ValueError(
-            f"`{name}` (={setting!r}) must be the path of a folder, or None. Leave `strategy.{name}` out for None."
-        )
-    return None if setting is None else os.fspath(setting)
-
-
 def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
     """Check that `Trainer(precision=...)` agrees with the precision in the strategy object.
 
@@ -260,32 +133,6 @@ def refuse_two_precisions(trainer: pl.Trainer, plugin: Precision) -> None:
             f"({type(plugin).__name__}, {plugin.precision!r}), which would silently win. Give the precision in one "
             f"place: leave `precision=` out, or leave `precision_plugin=` out."
         )
-
-
-def tune_from(setting: Any, *, is_own_choice: bool = True, cache_dir: object = None) -> Any:
-    """Return the setting of `tune`; with a plan that is not the library's own choice, `"auto"` is `"off"`.
-
-    `cache_dir`: an option that is gone, and warned of.
-
-    Raises:
-        ValueError: the setting is none of auto, on, off.
-
-    >>> tune_from("auto"), tune_from(True), tune_from(False)
-    ('auto', 'on', 'off')
-    >>> tune_from("auto", is_own_choice=False)
-    'off'
-    """
-    if cache_dir is not None:
-        message = f"`tune_cache_dir` (={cache_dir!r}) has no effect any more: each run tunes its own. Leave it out."
-        warnings.warn(message, FutureWarning, stacklevel=2)
-    # YAML reads `on` and `off` as booleans.
-    setting = {True: "on", False: "off"}[setting] if isinstance(setting, bool) else setting
-    if setting not in ("auto", "on", "off"):
-        raise ValueError(
-            f"`tune` (={setting!r}) must be one of auto, on, off: whether the plan of communication is tuned in the "
-            "first steps. Leave `strategy.tune` out for auto."
-        )
-    return "off" if setting == "auto" and not is_own_choice else setting
 
 
 def user_moves_batches(module: pl.LightningModule | None) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_choice, require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
@@ -22,18 +24,21 @@ from lightning_hybrid.comm.engine.process_groups import own_group
 from lightning_hybrid.comm.health.abort import forget
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
-    Planner,
-    across_nodes_from,
     ask_planner,
-    dtype_from,
-    one_bucket_size,
-    plan_from,
     refuse_slices,
     refuse_unknown_options,
 )
-from lightning_hybrid.strategy.feedback_state import with_feedback
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps, local_steps_from
-from lightning_hybrid.strategy.reduction import adasum_plan, reduction_from, warn_of_trust_ratios
+from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
+from lightning_hybrid.strategy.options import (
+    Adasum,
+    BetweenNodes,
+    Comm,
+    LocalSteps,
+    Mean,
+    Report,
+    require_value,
+)
+from lightning_hybrid.strategy.reduction import adasum_plan, warn_of_trust_ratios
 
 
 class CommSetupMixin:
@@ -47,7 +52,12 @@ class CommSetupMixin:
     _has_optimizers = False  # made before the module was converted
     _slices: Any = None  # of layers that the strategy has cut
     _topology: Topology  # known when DDP is configured
+    _kind: str | None = None  # of strategy, where it excludes options: "pipeline", "Fabric"
+    _asked: dict[str, str]  # by the names of `compatibility.CURES`
     _reduction: Literal["mean", "adasum"] = "mean"
+    _tune: Literal["auto", "on", "off"]
+    _trace_dir: str | None
+    link_bytes_per_s: float | None
     _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
     cluster_environment: Any
     global_rank: int
@@ -59,50 +69,58 @@ class CommSetupMixin:
         self,
         ddp_kwargs: Mapping[str, Any],
         *,
-        own: Any,
-        algorithm: Any,
+        own: Iterable[str],
+        between_nodes: BetweenNodes,
+        comm: Comm,
         ranks_per_node: int | None,
-        bucket_bytes: int | None,
-        plan: CommPlan | Planner | str | None,
-        comm_dtype: str | torch.dtype | None,
-        comm_dtype_across_nodes: str | torch.dtype | None,
-        reduction: Any,
         loss_scale: str | float | LossScale | None,
-        tune: Any = "off",
-        error_feedback: bool = False,
         shard_update: Any = "off",
-        local_steps: tuple[Any, Any, Any] = (1, 0, None),
+        report: Report = Report(),  # noqa: B008
+        extensions: Sequence[Callable[..., Any]] | None = None,
     ) -> dict[str, Any]:
-        # Returns the options for DDP. `own`: the strategy's, by name.
+        # Returns the options for DDP. `own`: the strategy's, by name. All that is kept of values is set here.
         refuse_unknown_options(ddp_kwargs, own=own)
+        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
+        require_value("comm", comm, (Comm,), 'Comm(tune="off")')
+        require_value("report", report, (Report,), 'Report(trace_dir="traces")')
         for_ddp = dict(ddp_kwargs)
-        bucket_bytes = one_bucket_size(bucket_bytes, for_ddp)
+        if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
+            if comm.bucket_bytes is not None:
+                raise ValueError(
+                    f"`bucket_cap_mb` (={cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
+                    "Keep `comm.bucket_bytes`."
+                )
+            comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
         if ranks_per_node is not None:
             require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
-        self._plan = plan_from(plan, algorithm=algorithm, bucket_bytes=bucket_bytes)
-        self._planner = plan if isinstance(plan, Planner) else None
-        self._comm_dtype = dtype_from(comm_dtype)
-        self._dtype_across_nodes = with_feedback(across_nodes_from(comm_dtype_across_nodes), error_feedback)
-        self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
-        self._reduction = reduction_from(
-            reduction,
-            self._plan,
-            has_planner=self._planner is not None,
-            dtype_across_nodes=comm_dtype_across_nodes,
-            tune=tune,
+        why = (
+            "whether a node's ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
         )
-        excluded: dict[str, tuple[Any, tuple[Any, ...]]] = {  # by local steps: name, value, and what they go with
-            "reduction": (reduction, ("mean",)),
-            "shard_update": (shard_update, ("off", False)),
-            "comm_dtype_across_nodes": (
-                comm_dtype_across_nodes,
-                () if self._dtype_across_nodes is torch.float16 else (comm_dtype_across_nodes,),
-            ),
-            "error_feedback": (error_feedback, (False,)),
-            "tune": (tune, ("auto", "off", False)),
-            "find_unused_parameters": (for_ddp.get("find_unused_parameters", False), (False,)),
-        }
-        self._local_steps = local_steps_from(*local_steps, excluded=excluded)
+        require_choice("shard_update", shard_update, ("off", "node", False), why)  # YAML reads `off` as a boolean
+        self._extension_factories = tuple(extensions or ())
+        if wrong := [one for one in self._extension_factories if not callable(one)]:
+            raise ValueError(
+                f"`extensions` (with {wrong[0]!r:.80}) must hold what makes extensions, such as their classes or "
+                "`functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Leave out the call."
+            )
+        self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
+        self._dtype_across_nodes = between_nodes.on_wire
+        self._reduction = "adasum" if isinstance(between_nodes, Adasum) else "mean"
+        self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
+        self._shard_update = shard_update or "off"
+        self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
+        self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
+        self.link_bytes_per_s = report.link_bytes_per_s
+        # A plan that is not the library's own choice is not tuned by itself, nor another sum than that over all ranks.
+        is_own = comm.algorithm == "auto" and (comm.plan is None or comm.planner is not None)
+        is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
+        self._tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
+        self._asked = in_options(
+            between_nodes, comm, shard_update=self._shard_update, for_ddp=for_ddp, extensions=extensions
+        )
+        if self._kind is not None:
+            self._asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
+        refuse_excluded(self._asked)
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
@@ -153,7 +171,7 @@ class CommSetupMixin:
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
             shares_update=self._shares_update,
-            compared=None if self._local_steps is None else self._local_steps.options,
+            compared=None if self._local_steps is None else {"between_nodes": self._local_steps},
         )
         self._note_plan(self._plan)
         rank_zero_info(self.communication_plan)

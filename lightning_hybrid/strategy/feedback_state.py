@@ -1,4 +1,4 @@
-"""The strategy's side of `error_feedback=True`: the outcome of each step, and residuals in checkpoints.
+"""The strategy's side of `Mean(error_feedback=True)`: the outcome of each step, and residuals in checkpoints.
 
     checkpoint["error_feedback"]    `world_size`: ranks that wrote it
                                     `residuals`: float32 (nodes, *shape) by the name of each parameter
@@ -9,7 +9,6 @@ wrote it take their own rows, and go on to the bit; another number of nodes take
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import BlockNumbers, num_reals
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
-from lightning_hybrid.run_status import has_grad_scaler
+from lightning_hybrid.strategy.compatibility import in_precision, refuse_excluded
 from lightning_hybrid.strategy.shard_update.shard_pairs import has_gaps
 
 if TYPE_CHECKING:
@@ -37,50 +36,16 @@ KEY = "error_feedback"
 SLAB_NUMEL = 1 << 24
 
 
-def with_feedback(dtype: torch.dtype | Codec | None, error_feedback: bool) -> torch.dtype | Codec | None:
-    """Return what sums travel in between nodes, with error feedback where it is asked for.
-
-    Raises:
-        ValueError: there is no codec whose errors could be fed back.
-
-    >>> str(with_feedback(Codec(bits=4), True))
-    'int4 with error feedback (seed 0)'
-    """
-    if not isinstance(error_feedback, bool):
-        raise ValueError(
-            f"`error_feedback` (={error_feedback!r}) must be true or false: whether errors of rounding are added to "
-            "the sums of the next step."
-        )
-    if not error_feedback:
-        return dtype
-    if not isinstance(dtype, Codec):
-        own = "None" if dtype is None else str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"`error_feedback` (=True) needs a codec between nodes, and `comm_dtype_across_nodes` is {own}: only "
-            "what int8 and int4 round away is kept. Set strategy.comm_dtype_across_nodes to int8 or int4, or leave "
-            "`strategy.error_feedback` out."
-        )
-    return dataclasses.replace(dtype, error_feedback=True)
-
-
 def refuse_unknown_outcomes(precision: Any, module: Any, *, may_skip: bool) -> None:
     """Check that the strategy learns of each sum whether the optimizer has used it.
 
     Raises:
         ValueError: a gradient scaler of Lightning's decides, or user code does.
     """
-    if has_grad_scaler(precision):
-        raise ValueError(
-            f"`precision` (={precision.precision!r}) and `error_feedback` (=True) exclude each other: residuals follow "
-            "the loss scale and its skipped steps, and Lightning's gradient scaler keeps both to itself. Use 16-true, "
-            "or leave `strategy.error_feedback` out."
-        )
+    found = in_precision(precision) | {"error feedback": "`between_nodes.error_feedback` (=True)"}
     if may_skip and not module.automatic_optimization:
-        raise ValueError(
-            f"`automatic_optimization` (=False) and `error_feedback` (=True) exclude each other with precision "
-            f"{precision.precision!r}: a sum may be used by several optimizers, of which some skip their step, and has "
-            "one residual. Use 32-true or bf16-true, or leave `strategy.error_feedback` out."
-        )
+        found["manual steps"] = f"`automatic_optimization` (=False) with precision {precision.precision!r}"
+    refuse_excluded(found)
 
 
 def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> Tensor:
@@ -176,8 +141,9 @@ class FeedbackMixin:
         has_some = self._feedback is not None and "optimizer_states" in checkpoint and dist.is_initialized()
         if has_some and (error := self._ending_error) is not None:
             rank_zero_warn(
-                f"`error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} ends this rank has "
-                "no residuals, as other ranks may not come. A run that goes on from it begins with zeros."
+                f"`between_nodes.error_feedback` (=True): a checkpoint that is saved while {type(error).__name__} "
+                "ends this rank has no residuals, as other ranks may not come. A run that goes on from it begins with "
+                "zeros."
             )
         elif has_some:
             assert self._feedback is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,15 +18,11 @@ from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
-    Planner,
     bucket_caps_for_ddp,
-    folder_from,
-    rate_from,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
-    tune_from,
     user_moves_batches,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
@@ -35,10 +31,11 @@ from lightning_hybrid.strategy.feedback_state import FeedbackMixin
 from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
 from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
 from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
+from lightning_hybrid.strategy.old_keywords import with_old_keywords
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import register_names
 from lightning_hybrid.strategy.rendezvous import RendezvousMixin
 from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
-from lightning_hybrid.strategy.shard_update.refusals import shard_update_from
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -69,32 +66,21 @@ class HybridAllReduceMixin(
     behind the user: the learning rate is not multiplied by anything.
 
     Args:
-        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
-            (reduce in the node, ring of node leaders, broadcast), `"two_level"` (scatter-reduce in the node, all-reduce
-            across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
+        between_nodes: what becomes of gradients, or weights, of several nodes: `Mean(...)`, `Adasum()` or
+            `LocalSteps(every=8, ...)`.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
-        bucket_bytes: size at which gradients are fused into one buffer; bytes.
-        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
-            JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
-        comm_dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        comm_dtype_across_nodes: as `comm_dtype`, but between nodes only: sums inside a node keep more digits. Also
-            `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
-        error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
-        tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
-            noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
-        tune_cache_dir: has no effect: plans are no longer kept from run to run. It goes with the next release.
-        trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
-        link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
-        reduction: of the gradients of several nodes: `"mean"`, or `"adasum"`: for each parameter the Adasum of the
-            nodes' means, which is their mean where they agree and their sum where they are orthogonal.
-        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
-        sync_across_nodes_every, sync_across_nodes_from_step, outer_step: steps from one average of nodes' weights to
-            the next, the step from which, `lr` and `momentum` of a step between averages; see README.md.
+        comm: how sums are carried out: `Comm(...)`.
+        loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        report: what the run says of its communication: `Report(...)`.
+        extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
+        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
+            tune_cache_dir, trace_dir, link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
+            outer_step: keywords of 0.2, which go with the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
             `gradient_as_bucket_view` is on unless set.
 
@@ -106,23 +92,13 @@ class HybridAllReduceMixin(
 
     def __init__(
         self,
-        algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto",
+        between_nodes: BetweenNodes = Mean(),  # noqa: B008  frozen
         ranks_per_node: int | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
-        error_feedback: bool = False,
-        tune: Literal["auto", "on", "off"] | bool = "auto",
-        tune_cache_dir: str | None = None,
-        trace_dir: str | None = None,
-        link_bytes_per_s: float | None = None,
-        reduction: Literal["mean", "adasum"] = "mean",
-        loss_scale: str | float | LossScale | None = None,
         shard_update: Literal["off", "node"] | bool = "off",
-        sync_across_nodes_every: int = 1,
-        sync_across_nodes_from_step: int = 0,
-        outer_step: Mapping[str, float] | None = None,
+        comm: Comm = Comm(),  # noqa: B008
+        loss_scale: str | float | LossScale | None = None,
+        report: Report = Report(),  # noqa: B008
+        extensions: Sequence[Callable[..., Any]] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -131,30 +107,36 @@ class HybridAllReduceMixin(
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        # Of 0.2: in the signature, as LightningCLI reads it.
+        algorithm: str | None = None,
+        bucket_bytes: int | None = None,
+        plan: CommPlan | Planner | str | None = None,
+        comm_dtype: str | torch.dtype | None = None,
+        comm_dtype_across_nodes: str | torch.dtype | None = None,
+        error_feedback: bool | None = None,
+        reduction: str | None = None,
+        tune: str | bool | None = None,
+        tune_cache_dir: str | None = None,
+        trace_dir: str | None = None,
+        link_bytes_per_s: float | None = None,
+        sync_across_nodes_every: int | None = None,
+        sync_across_nodes_from_step: int | None = None,
+        outer_step: Mapping[str, float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         for_ddp = self._take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduceMixin).parameters,
-            algorithm=algorithm,
+            between_nodes=between_nodes,
+            comm=comm,
             ranks_per_node=ranks_per_node,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            comm_dtype=comm_dtype,
-            comm_dtype_across_nodes=comm_dtype_across_nodes,
-            error_feedback=error_feedback,
-            reduction=reduction,
             loss_scale=loss_scale,
-            tune=tune,
             shard_update=shard_update,
-            local_steps=(sync_across_nodes_every, sync_across_nodes_from_step, outer_step),
+            report=report,
+            extensions=extensions,
         )
-        self.link_bytes_per_s, self._trace_dir = rate_from(link_bytes_per_s), folder_from("trace_dir", trace_dir)
-        self._shard_update = shard_update_from(shard_update)
-        sums_all_ranks = reduction == "mean" and self._local_steps is None  # in each step, by one of several ways
-        is_own_choice = (plan is None or self._planner is not None) and algorithm == "auto" and sums_all_ranks
-        self._tune = tune_from(tune, is_own_choice=is_own_choice, cache_dir=tune_cache_dir)
         self._tuning: FitTuning | None = None
         super().__init__(
             accelerator=accelerator,

@@ -1,10 +1,9 @@
-"""What `reduction="adasum"` asks of the other options, of the nodes and of the optimizers."""
+"""What `Adasum` asks of the plan, of the nodes and of the optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -12,36 +11,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.plan import MAX_BYTES
-
-
-def reduction_from(
-    setting: Any, plan: CommPlan, *, has_planner: bool, dtype_across_nodes: object, tune: Any
-) -> Literal["mean", "adasum"]:
-    """Return the setting of `reduction`, after checking that the other options can be carried out with it.
-
-    Raises:
-        ValueError: it is neither mean nor adasum, or another option asks for what Adasum cannot do.
-    """
-    if setting not in ("mean", "adasum"):
-        raise ValueError(
-            f"`reduction` (={setting!r}) must be mean or adasum: what becomes of the gradients of several nodes. Leave "
-            "`strategy.reduction` out for their mean."
-        )
-    if setting == "mean":
-        return "mean"
-    refused = {
-        "algorithm": (plan.algorithm, ("auto", "hierarchical"), "the leaders of the nodes combine whole parameters"),
-        "plan": ("a planner" if has_planner else None, (None,), "a planner compares ways to sum, and this is no sum"),
-        "comm_dtype_across_nodes": (dtype_across_nodes, (None,), "`comm_dtype` narrows all messages, in the node too"),
-        "tune": (tune, ("auto", "off", False), "Adasum has one algorithm, so there is nothing to try"),
-    }
-    for name, (value, accepted, why) in refused.items():
-        if value not in accepted:
-            raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with `reduction` (='adasum'): {why}. Leave "
-                f"`strategy.{name}` out, or use `strategy.reduction=mean`."
-            )
-    return "adasum"
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
@@ -58,8 +27,9 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     refuse_odd_nodes(topology)
     if topology.num_nodes == 1:
         rank_zero_warn(
-            "`reduction` (='adasum') combines the means of several nodes, and all ranks share one node: it is the mean "
-            "of all ranks here. Leave `strategy.reduction` out, or say by `strategy.ranks_per_node` what a node is."
+            "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
+            "mean of all ranks here. Leave `strategy.between_nodes` out, or say by `strategy.ranks_per_node` what a "
+            "node is."
         )
         return None
     # Inner products are of whole parameters: no chunk may cut one.
@@ -73,7 +43,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
         if "trust_ratio" in optimizer.defaults and any(group["trust_ratio"] for group in optimizer.param_groups):
             name = type(optimizer).__name__
             rank_zero_warn(
-                f"`reduction` (='adasum') with {name}: its trust ratio divides by the size of each parameter's "
+                f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
                 "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
-                f"only the direction is left. Use `strategy.reduction=mean` with {name}, or SGD or Adam with Adasum."
+                f"only the direction is left. Use strategy/between_nodes=mean with {name}, or SGD or Adam with Adasum."
             )

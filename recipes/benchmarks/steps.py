@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.codec.block_format import message_bytes
 from recipes.benchmarks.allreduce import slowest, synchronize
@@ -76,9 +76,9 @@ class StrategyArm:
             return CompressedDDPStrategy(timeout=timeout)
         algorithm: Any = self.name.removesuffix("_fp32").removesuffix(f"_{self.codec}").removesuffix("_shared")
         ours = SilentStrategy if self.is_silent else HybridAllReduceStrategy
-        options: Any = {"algorithm": algorithm, "bucket_bytes": self.bucket_bytes, "timeout": timeout}
+        comm = Comm(algorithm=algorithm, bucket_bytes=self.bucket_bytes)
         shard_update: Any = "node" if self.name.endswith("_shared") else "off"
-        return ours(comm_dtype_across_nodes=self.codec, shard_update=shard_update, **options)
+        return ours(Mean(dtype=self.codec), shard_update=shard_update, comm=comm, timeout=timeout)
 
 
 class StepClock(Callback):

@@ -52,9 +52,22 @@ SYNONYMS = {
     "dataset": "data",
     "clip": "gradient_clip_val",
     "grad_clip": "gradient_clip_val",
-    "compression": "comm_dtype",
+    "compression": "dtype",
 }
 """Last words of keys, as the field and other trainers have them, and the words here."""
+
+_LOCAL_STEPS = "strategy/between_nodes=local_steps strategy.between_nodes."
+WHOLE = {
+    "dtype": "precision={value}",
+    "strategy.comm_dtype": "strategy.comm.dtype={value}",
+    "strategy.comm_dtype_across_nodes": "strategy.between_nodes.dtype={value}",
+    "strategy.reduction": "strategy/between_nodes={value}",
+    "strategy.sync_across_nodes_every": f"{_LOCAL_STEPS}every={{value}}",
+    "strategy.sync_across_nodes_from_step": f"{_LOCAL_STEPS}from_step={{value}}",
+    "strategy.outer_step": f"{_LOCAL_STEPS}outer_lr=0.7 strategy.between_nodes.outer_momentum=0.9",
+    **{f"strategy.between_nodes.{key}": f"{_LOCAL_STEPS}{key}={{value}}" for key in ("every", "from_step", "outer_lr")},
+}
+"""Keys of which more than the last word is another here, those of 0.2 among them, and what to write."""
 
 
 def bridge_hydra_versions() -> None:
@@ -200,6 +213,7 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
     near_key = nearest(key, keys)
     hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
+    hint = f" Did you mean {WHOLE[key].format(value=value)}?" if key in WHOLE else hint
     rest = "" if hint or mark else f" An argument that conf leaves out is added by a plus: +{key}={value}."
     return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
 

@@ -28,6 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from recipes.cli.command_line import CONF
+
 T = TypeVar("T")
 
 OPEN_PACKAGES = "lightning_hybrid recipes tests lightning torch torchmetrics wandb datetime optuna".split()
@@ -176,9 +178,12 @@ def _refusal(errors: Sequence[Mapping[str, Any]], values: Any, prefix: str, why:
         context |= {"expected": " or ".join(expected), "name": error["loc"][-1]}
         own_words = re.sub("^Input should be |^Value error, ", "", error["msg"])
         rules.append(_WORDS[error["type"]].format(**context) if error["type"] in _WORDS else own_words)
-    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
     key, rule = f"{prefix}{key}".rstrip("."), " or ".join(dict.fromkeys(rules))
-    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {key}={cure}.")
+    name = key
+    if not choices and (files := sorted((CONF / key.replace(".", "/")).glob("*.yaml"))):  # a group within a part
+        name, choices = key.replace(".", "/"), [file.stem for file in files]
+    cure = [*difflib.get_close_matches(str(value), choices, n=1), *choices, "<value>"][0]
+    return WrongValueError(key, f"`{key}` (={_shown(value)}) must be {rule}{why}. Set {name}={cure}.")
 
 
 def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:

@@ -66,7 +66,7 @@ class CompressionReport:
             return f"Fewer bits between nodes would not pay: {why}."
         return (
             f"Fewer bits between nodes would pay: {why}. They change the numbers, so they are never on by themselves: "
-            f"strategy.comm_dtype_across_nodes={proposal}."
+            f"strategy.between_nodes.dtype={proposal}."
         )
 
     def table(self) -> str:

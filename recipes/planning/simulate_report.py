@@ -175,7 +175,7 @@ class SimulationReport:
             f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
             f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
             f"the configured plan takes {_more(own_s, best.step_s)}{others}. To train with the best: "
-            f"strategy.algorithm={best.plan.algorithm} strategy.bucket_bytes={best.plan.bucket_bytes}."
+            f"strategy.comm.algorithm={best.plan.algorithm} strategy.comm.bucket_bytes={best.plan.bucket_bytes}."
         )
 
     def printed(self) -> str:

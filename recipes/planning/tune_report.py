@@ -153,7 +153,7 @@ class TuneReport:
             [
                 f"written to {folder.resolve()}; use it by",
                 f"  {command('simulate')} --config-dir={folder} cluster={self.name} num_nodes=<nodes>",
-                f"  {command('train')} strategy.plan={folder / 'plan.json'}",
+                f"  {command('train')} strategy.comm.plan={folder / 'plan.json'}",
             ]
         )
 

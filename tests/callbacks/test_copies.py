@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
+from lightning_hybrid import Comm, DurableCheckpointIO, HybridAllReduceStrategy
 from lightning_hybrid import callbacks as own
 from recipes.training.callbacks.seed_each_step import SeedEachStep
 from tests import toy
@@ -34,7 +34,7 @@ def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path, prec
     report = own.RunReport(str(tmp_path))
     copies = Copies()
     trainer = toy.trainer(
-        strategy=HybridAllReduceStrategy(tune="on", checkpoint_io=DurableCheckpointIO(in_background=True)),
+        strategy=HybridAllReduceStrategy(comm=Comm(tune="on"), checkpoint_io=DurableCheckpointIO(in_background=True)),
         precision=precision,
         callbacks=[report, *(kind() for kind in kinds), own.StopOnSignal(), SeedEachStep(0), copies],
         logger=CSVLogger(tmp_path),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from matplotlib.figure import Figure
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridAllReduceStrategy, Report
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.curve import Curve
@@ -85,7 +85,9 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
 def report_after_a_test(run_dir):
     report = RunReport(run_dir)
     report.config, report.overrides = {"optim": {"lr": 0.1, "note": "<b>"}}, ["optim.lr=0.1"]
-    _, module, trainer = fit(more=[report], strategy=counting(loss_scale=1024.0, link_bytes_per_s=32000.0))
+    _, module, trainer = fit(
+        more=[report], strategy=counting(loss_scale=1024.0, report=Report(link_bytes_per_s=32000.0))
+    )
     trainer.test(module, toy.loader(), verbose=False)
     return report.table(trainer)
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridAllReduceStrategy, Report
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.metrics import METRICS
@@ -57,7 +57,7 @@ def with_accumulation():
 
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
-    columns = two_ranks.run(communication_logged, TWO_STEPS, {"link_bytes_per_s": 32000})[0]
+    columns = two_ranks.run(communication_logged, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
     of_bytes = {m.COMM_BYTES: 2000, m.COMM_LINK_BYTES: 3000, m.COMM_LEAST_LINK_BYTES: 2000, m.COMM_NODE_BYTES: 4000}
     of_clock = {
         m.COMM_BUSY_S: 0.125,

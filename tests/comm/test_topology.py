@@ -87,7 +87,7 @@ def test_a_node_size_that_does_not_divide_is_refused_with_both_cures():
         validate_ranks_per_node(world_size=12, ranks_per_node=8)
     assert "the last node would hold 4 ranks" in str(error.value)
     assert "`strategy.ranks_per_node`" in str(error.value)
-    assert "`strategy.algorithm=flat`" in str(error.value)
+    assert "`strategy.comm.algorithm=flat`" in str(error.value)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1, 2.0, "2", True])

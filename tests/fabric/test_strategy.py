@@ -373,7 +373,7 @@ def test_what_cannot_work_is_refused_by_name(two_ranks):
     for foreign, owns_closure in two_ranks.run(errors):
         assert "(shape (2,)) is trained but not averaged" in foreign
         assert owns_closure.startswith("MisconfigurationException: `optimizer` (=LBFGS) must not run the closure")
-    for option in ("tune", "trace_dir"):
+    for option in ("report", "shard_update"):
         with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
             HybridAllReduceStrategy(**{option: "on"})
 

@@ -98,7 +98,9 @@ def command(
         "+callbacks.records={_target_:tests.netlab.elastic.Records,directory:" + str(folder / "steps") + "}",
     ]
     if sync_every > 1:
-        options.append(f"strategy.sync_across_nodes_every={sync_every} strategy.ranks_per_node=1")
+        options.append(
+            f"strategy/between_nodes=local_steps strategy.between_nodes.every={sync_every} strategy.ranks_per_node=1"
+        )
     words = [str(ROOT / "recipes" / "train.py"), *" ".join(options).split()]
     if killed_at is not None:
         place = f"mark: '{folder / DIED}', phase: 'checkpoint: write', rank: 0, step: {killed_at}, number: 9"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.comm import CommPlan
 from tests import toy
 from tests.netlab.cluster import Cluster
@@ -56,7 +56,7 @@ def sent_by_fits():
     for every, across in ((1, None), (8, None), (8, "int8"), (8, "int4")):
         sent = Sent()
         strategy = HybridAllReduceStrategy(
-            sync_across_nodes_every=every, comm_dtype_across_nodes=across, plan=PLAN, tune="off"
+            between_nodes=LocalSteps(every=every, dtype=across), comm=Comm(plan=PLAN, tune="off")
         )
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=NUM_STEPS, callbacks=[sent])
         trainer.fit(OneLayer(), DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, WIDTH), batch_size=1))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health.consensus import max_over_ranks
 from lightning_hybrid.comm.tuning.plan_trials import distinct, other_algorithms
@@ -95,10 +95,10 @@ class InTurns(Callback):
             self.times_s[self.phase][self.plan].append(time.perf_counter() - self.began_s)
 
 
-def fit(gradients, callback, max_steps, **options):
+def fit(gradients, callback, max_steps, tune):
     for message in ("`isinstance\\(treespec", ".*does not have many workers", "The number of training batches"):
         warnings.filterwarnings("ignore", message=message)
-    strategy = HybridAllReduceStrategy(**options)
+    strategy = HybridAllReduceStrategy(comm=Comm(tune=tune))
     trainer = pl.Trainer(
         strategy=strategy,
         precision="16-true",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from tests import toy
 
 
@@ -53,7 +53,7 @@ def by_accumulation(num: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What a fit on the data ranks alone leaves, with the batch in `num` parts of a step."""
     size = settings.get("batch_size", 8) // num
     settings = {**settings, "batch_size": size, "accumulate_grad_batches": num}
-    return state_of(*fit(HybridAllReduceStrategy(tune="off", ranks_per_node=None), **settings))
+    return state_of(*fit(HybridAllReduceStrategy(comm=Comm(tune="off"), ranks_per_node=None), **settings))
 
 
 def loader_of(data: Any, batch_size: int) -> DataLoader:

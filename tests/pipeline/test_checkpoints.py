@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint
@@ -19,7 +19,7 @@ NUM = 4  # micro-batches
 
 def strategy_of(num_stages, schedule="1f1b"):
     if num_stages == 1:
-        return HybridAllReduceStrategy(tune="off"), {"batch_size": 8 // NUM, "accumulate_grad_batches": NUM}
+        return HybridAllReduceStrategy(comm=Comm(tune="off")), {"batch_size": 8 // NUM, "accumulate_grad_batches": NUM}
     return HybridPipelineStrategy(num_stages=num_stages, num_microbatches=NUM, schedule=schedule), {}
 
 

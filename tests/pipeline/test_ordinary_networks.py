@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.pipeline.cut_model import example_hidden
 from tests import toy
 
@@ -124,7 +124,7 @@ def in_stages(kind, cuts, path):
 
 
 def without_stages(kind, path):
-    return fit(kind, HybridAllReduceStrategy(tune="off"), 4, 4, path)
+    return fit(kind, HybridAllReduceStrategy(comm=Comm(tune="off")), 4, 4, path)
 
 
 @pytest.mark.parametrize(

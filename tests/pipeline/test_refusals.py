@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -12,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
-from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.microbatches import (
     Muting,
     digest_of,
@@ -29,24 +26,14 @@ from lightning_hybrid.pipeline.microbatches import (
 from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.options import (
     blocks_of,
-    check_callbacks,
     check_options,
     check_ranks,
-    check_trainer,
     cut_places,
 )
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline import cases
-
-
-class Everywhere:
-    """A planner."""
-
-    def plan_for(self, numels, topology, *, itemsize, on_cuda):
-        return CommPlan()
-
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -64,12 +51,6 @@ class Everywhere:
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
         ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
-        ({"algorithm": "fastest"}, "algorithm"),
-        ({"comm_dtype_across_nodes": "int4"}, "a codec numbers the blocks of a whole network"),
-        ({"reduction": "adasum"}, "data ranks average the gradients of their stages"),
-        ({"shard_update": "node"}, "a rank has masters and optimizer state of its stages only"),
-        ({"tune": "on"}, "plans are tried on the buckets of a whole network"),
-        ({"plan": Everywhere()}, "a planner is asked about the gradients of a whole network"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
@@ -142,45 +123,6 @@ def test_cuts_behind_the_last_block_and_too_many_stages_are_refused():
         cut_places([1.0, 1.0], [2], 2)
     with pytest.raises(ValueError, match="at most the number of blocks"):
         cut_places([1.0], None, 2)
-
-
-class DoesNot:
-    accumulate_grad_batches = 1
-    strategy = SimpleNamespace(_layer_sync=None)
-
-
-class Accumulates(DoesNot):
-    accumulate_grad_batches = 4
-
-
-class Manual(Module):
-    automatic_optimization = False
-
-
-def test_accumulation_manual_optimization_and_unproved_precision_are_refused():
-    for trainer, module, precision, words in (
-        (Accumulates(), Module(), "32-true", "strategy.num_microbatches to 4 times"),
-        (DoesNot(), Manual(), "32-true", "must be True in a pipeline"),
-        (DoesNot(), Module(), "16-mixed", "must be one of 32-true, 16-true, bf16-true"),
-    ):
-        with pytest.raises(Exception, match="in a pipeline") as caught:
-            check_trainer(trainer, module, precision)
-        assert words in str(caught.value)
-        assert type(caught.value).__name__ == "MisconfigurationException"
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: callbacks.GradientAccumulationScheduler({1: 2}),
-        lambda: callbacks.ModelPruning("l1_unstructured"),
-        lambda: callbacks.StochasticWeightAveraging(0.1),
-    ],
-)
-def test_callbacks_that_need_the_whole_network_are_refused(callback):
-    made = callback()
-    with pytest.raises(Exception, match=rf"with {type(made).__name__}\) cannot be combined with a pipeline"):
-        check_callbacks([made])
 
 
 # ---- batches and calls -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from tests import toy
 
 NUM_MICROBATCHES = 4
@@ -37,7 +37,7 @@ def in_stages():
 
 
 def by_accumulation():
-    return validated(HybridAllReduceStrategy(tune="off"), 8 // NUM_MICROBATCHES, NUM_MICROBATCHES)
+    return validated(HybridAllReduceStrategy(comm=Comm(tune="off")), 8 // NUM_MICROBATCHES, NUM_MICROBATCHES)
 
 
 def test_data_ranks_validate_with_the_statistics_of_the_first(two_ranks, four_ranks):

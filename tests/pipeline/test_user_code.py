@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.pipeline import training_step as training
 from tests import toy
 
@@ -130,7 +130,7 @@ def in_stages(name):
 
 
 def in_one(name):
-    return trained(name, HybridAllReduceStrategy(tune="off"), 4, 4)
+    return trained(name, HybridAllReduceStrategy(comm=Comm(tune="off")), 4, 4)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,194 +1,147 @@
-"""`reduction="adasum"`: what a fit gets by it, and what is refused or warned of."""
+"""The table of what excludes what: every row makes its error, and the page of options shows it."""
 
 from __future__ import annotations
 
-import re
-import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning.pytorch import callbacks
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
-from lightning_hybrid.optim import LAMB, LARS
-from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from tests import toy
-from tests.reference.adasum import of_buckets
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.flavours import fabric
+from lightning_hybrid.optim import LARS
+from lightning_hybrid.pipeline.options import refuse_in_pipeline
+from lightning_hybrid.strategy import compatibility as table
+from lightning_hybrid.strategy.feedback_state import refuse_unknown_outcomes
 
-NUMELS = (300, 7)
-
-
-class Slopes(pl.LightningModule):
-    """Two parameters whose gradients are what the rank drew, from 1 to 2 on its share, or everywhere; or inf."""
-
-    def __init__(self, *, apart=False, inf_at=None, optimizer=None):
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in NUMELS])
-        self.apart, self.inf_at, self.optimizer = apart, inf_at, optimizer
-
-    def training_step(self, batch, batch_idx):
-        drawn = slopes(dist.get_rank(), apart=self.apart)
-        if self.inf_at == (dist.get_rank(), batch_idx):
-            drawn[0] = drawn[0] * float("inf")
-        return sum((weight.float() * slope).sum() for weight, slope in zip(self.weights, drawn, strict=True))
-
-    def configure_optimizers(self):
-        return (self.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(self.parameters())
+README = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
 
 
-def slopes(rank, *, apart):
-    generator = torch.Generator().manual_seed(rank)
-    found = [1 + torch.randint(0, 64, (numel,), generator=generator) / 64 for numel in NUMELS]
-    return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found] if apart else found
-
-
-def fit(precision, options, module, **settings):
-    """Steps of SGD at a rate of 1: the weights, negated, and the trainer."""
-    strategy = HybridAllReduceStrategy(reduction="adasum", **options)
-    trainer = toy.trainer(strategy=strategy, precision=precision, **{"max_steps": 1, **settings})
-    trainer.fit(module, toy.loader())
-    return [-weight.detach().clone() for weight in module.weights], trainer
-
-
-def one_step(precision, apart, options):
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_hybrid.strategy.comm_setup.rank_zero_info", lines.append)
-        return fit(precision, options, Slopes(apart=apart))[0], lines
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["oblique", "orthogonal"])
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
-def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, apart):
-    per_rank = four_ranks.run(one_step, precision, apart, {"ranks_per_node": 2, "loss_scale": 256.0})
-    alone = [torch.cat(slopes(rank, apart=apart)) for rank in range(4)]
-    expected = of_buckets(alone, NUMELS, ((0, 1), (2, 3)))
-    bound = {"32-true": 1e-6, "16-true": 2 * 2**-11, "bf16-true": 2 * 2**-8}[precision]
-    for moved, _ in per_rank:
-        for weight, first, sum_of_nodes in zip(moved, per_rank[0][0], expected, strict=True):
-            assert torch.equal(weight, first)
-            assert (weight.double() - sum_of_nodes / 2).norm() <= bound * (sum_of_nodes / 2).norm()
-            if apart:  # the sum of both nodes' means, which no mean of all is
-                assert torch.equal(weight, (sum_of_nodes / 2).float())
-    assert re.search(r"4 ranks = 2 nodes x 2; .*hierarchical; plan \w+; Adasum between nodes$", per_rank[0][1][0])
-
-
-def with_an_overflow():
-    scale = DynamicLossScale(init_scale=256.0, growth_interval=100)
-    options = {"ranks_per_node": 1, "loss_scale": scale}
-    moved, trainer = fit("16-true", options, Slopes(inf_at=(1, 0)), max_steps=2, max_epochs=1)
-    return moved, float(trainer.precision_plugin.loss_scale.value), trainer.precision_plugin.num_skipped_steps
-
-
-def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_ranks):
-    per_rank = two_ranks.run(with_an_overflow)
-    expected = of_buckets([torch.cat(slopes(rank, apart=False)) for rank in range(2)], NUMELS, ((0,), (1,)))
-    for moved, scale, num_skipped in per_rank:
-        assert (scale, num_skipped) == (128.0, 1)
-        for weight, first, right in zip(moved, per_rank[0][0], expected, strict=True):
-            assert torch.equal(weight, first)
-            assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
-
-
-def in_fabric():
-    fabric = Fabric(
-        strategy=FabricHybridAllReduceStrategy(reduction="adasum", ranks_per_node=1), accelerator="cpu", devices=2
-    )
-    fabric.launch()
-    weight = nn.ParameterList([nn.Parameter(torch.zeros(300))])
-    module = type("Slope", (nn.Module,), {"forward": lambda self, x: (self.weight[0] * x).sum()})()
-    module.weight = weight
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    fabric.backward(model(slopes(dist.get_rank(), apart=False)[0]))
-    optimizer.step()
-    moved = -weight[0].detach().clone()
-    fabric.strategy.teardown()
-    return moved
-
-
-def test_it_is_there_in_fabric(two_ranks):
-    (expected,) = of_buckets([slopes(rank, apart=False)[0] for rank in range(2)], (300,), ((0,), (1,)))
-    for moved in two_ranks.run(in_fabric):
-        assert (moved.double() - expected).norm() <= 1e-6 * expected.norm()
-
-
-# ---- refused, and warned of ------------------------------------------------------------------------------------------
-
-
-class PlansFlat:
+class Plans:
     def plan_for(self, numels, topology, *, itemsize, on_cuda):
-        return CommPlan(algorithm="flat")
+        return CommPlan()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reduction": "sum"}, r"`reduction` \(='sum'\) must be mean or adasum"),
-        ({"algorithm": "two_level"}, r"`algorithm` \(='two_level'\) cannot be combined with `reduction` \(='adasum'\)"),
-        ({"plan": CommPlan(algorithm="flat")}, r"`algorithm` \(='flat'\) cannot be combined"),
-        ({"plan": PlansFlat()}, r"`plan` \(='a planner'\) cannot"),
-        ({"comm_dtype_across_nodes": "float16"}, r"`comm_dtype_across_nodes` \(='float16'\) cannot be combined"),
-        ({"comm_dtype_across_nodes": "int8"}, r"`comm_dtype_across_nodes` \(='int8'\) cannot be combined"),
-        ({"tune": "on"}, r"`tune` \(='on'\) cannot be combined"),
-    ],
-    ids=["name", "algorithm", "plan", "planner", "dtype", "codec", "tune"],
-)
-def test_what_adasum_cannot_be_combined_with_is_refused_when_the_object_is_made(options, message):
-    with pytest.raises(ValueError, match=message):
-        HybridAllReduceStrategy(**{"reduction": "adasum", **options})
+ASKED = {
+    "adasum": {"between_nodes": Adasum()},
+    "local steps": {"between_nodes": LocalSteps(every=4)},
+    "narrow sums": {"between_nodes": Mean(dtype="float16")},
+    "codec": {"between_nodes": Mean(dtype="int8")},
+    "error feedback": {"between_nodes": Mean(dtype="int8", error_feedback=True)},
+    "shard update": {"shard_update": "node"},
+    "algorithm": {"comm": Comm(plan=CommPlan(algorithm="two_level"))},
+    "planner": {"comm": Comm(plan=Plans())},
+    "tune": {"comm": Comm(tune=True)},
+    "extensions": {"extensions": [object]},
+    "unused parameters": {"find_unused_parameters": True},
+}
+KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
+LAYER = nn.Linear(2, 2)
+PRUNING = callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(LAYER, "weight")])
 
 
-def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
-    for text in three_ranks.run(refusal_of_three_nodes):
-        assert text.startswith("ValueError: `reduction` (='adasum') needs a power of two of nodes, and there are 3")
-        assert "Launch 2 or 4 nodes" in text
+def compiled():
+    layer = nn.Linear(2, 2)
+    layer._compiled_call_impl = object()  # as `layer.compile()` leaves it, without importing the compiler
+    return layer
 
 
-def refusal_of_three_nodes():
-    strategy = HybridAllReduceStrategy(reduction="adasum", ranks_per_node=1)
-    return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
+def precision(name, **attributes):
+    return SimpleNamespace(precision=name, **attributes)
 
 
-def warnings_of(optimizer, options):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        moved, _ = fit("32-true", options, Slopes(optimizer=optimizer))
-    return moved, [str(each.message) for each in caught if "`reduction`" in str(each.message)]
+def adam_of_ones_own():
+    return [type("Adam", (torch.optim.Adam,), {})(LAYER.parameters())]
 
 
-def lars(parameters):
-    return LARS(parameters, lr=1.0)
+FOUND = {
+    "unequal nodes": lambda: table.in_nodes(Topology(rank=0, nodes=((0, 1), (2,)))),
+    "precision": lambda: table.in_precision(precision("bf16-mixed")),
+    "gradient scaler": lambda: table.in_precision(precision("16-mixed", scaler=object())),
+    "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
+    "compiled": lambda: table.in_module(nn.Sequential(LAYER, compiled())),
+    "ModelPruning": lambda: table.in_callbacks([PRUNING]),
+    "pruned slices": lambda: table.in_callbacks([PRUNING], cut=[LAYER]),
+    "StochasticWeightAveraging": lambda: table.in_callbacks([callbacks.StochasticWeightAveraging(0.1)]),
+    "BaseFinetuning": lambda: table.in_callbacks([callbacks.BaseFinetuning()]),
+    "GradientAccumulationScheduler": lambda: table.in_callbacks([callbacks.GradientAccumulationScheduler({1: 2})]),
+    "whole tensors": lambda: table.in_optimizers(adam_of_ones_own()),
+    "orthogonal": lambda: table.in_optimizers([LARS(LAYER.parameters(), lr=0.1, direction="orthogonal")]),
+    "two owners": lambda: table.in_optimizers([torch.optim.SGD(LAYER.parameters(), lr=0.1)] * 2),
+}
+OF_A_PIPELINE = {
+    "accumulation": {"accumulate_grad_batches": 4},
+    "manual optimization": {"automatic_optimization": False},
+    "SyncBatchNorm": {"_layer_sync": object()},
+    "precision": {"precision": "64-true"},
+}
 
 
-def lamb(parameters):
-    return LAMB(parameters, lr=1.0)
+def in_a_pipeline(name):
+    seen = {"accumulate_grad_batches": 1, "automatic_optimization": True, "_layer_sync": None, "precision": "32-true"}
+    one = SimpleNamespace(**seen | OF_A_PIPELINE[name])
+    one.strategy = one
+    refuse_in_pipeline(one, one, one)
 
 
-def sgd_on_groups(parameters):
-    """As recipes make it: the groups say `trust_ratio`, and SGD has none."""
-    return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
+def by_hand(is_automatic=False):
+    module = SimpleNamespace(automatic_optimization=is_automatic)
+    refuse_unknown_outcomes(precision("16-true"), module, may_skip=True)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "word"),
-    [(lars, "LARS"), (lamb, "LAMB"), (None, ""), (sgd_on_groups, "")],
-    ids=["LARS", "LAMB", "SGD", "SGD on groups"],
-)
-def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
-    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, optimizer, {"ranks_per_node": 1})):
-        assert len(found) == (1 if word and rank == 0 else 0)
-        assert all(text.startswith(f"`reduction` (='adasum') with {word}: its trust ratio divides") for text in found)
+def made(pair):
+    """What a user would do to get the error."""
+    names = {pair.one, pair.other}
+    if names <= {*ASKED, *KINDS}:
+        (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]
+        options = [ASKED[name] for name in sorted(names) if name in ASKED]
+        kind(**{name: value for each in options for name, value in each.items()})
+    elif pair.other == "pipeline" and pair.one in OF_A_PIPELINE:
+        in_a_pipeline(pair.one)
+    elif pair.one == "manual steps":
+        by_hand()
+    else:
+        given = {name: f"`{name}`" for name in names if name not in FOUND}
+        table.refuse_excluded({name: text for f in names & FOUND.keys() for name, text in FOUND[f]().items()} | given)
 
 
-def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
-    expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
-    for rank, (moved, found) in enumerate(two_ranks.run(warnings_of, None, {"ranks_per_node": 2})):
-        assert all(map(torch.equal, moved, expected))
-        assert [text[:32] for text in found] == ["`reduction` (='adasum') combines"] * (rank == 0)
-    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, lars, {"ranks_per_node": 2})):
-        assert len(found) == (rank == 0)  # and no word of the trust ratio
+@pytest.mark.parametrize("pair", table.EXCLUDED, ids=lambda pair: f"{pair.one}, {pair.other}")
+def test_every_row_makes_its_error_with_both_names_the_reason_and_both_cures(pair):
+    with pytest.raises(Exception, match="exclude each other: ") as caught:
+        made(pair)
+    of_lightning = pair.other == "pipeline" and pair.one in OF_A_PIPELINE
+    assert type(caught.value).__name__ == ("MisconfigurationException" if of_lightning else "ValueError")
+    both, _, rest = str(caught.value).partition(" exclude each other: ")
+    assert " and " in both
+    assert rest.lower().startswith(f"{pair.why}. {table.CURES[pair.one]}, or {table.CURES[pair.other]}.".lower())
+
+
+def test_a_run_without_any_of_it_goes_on():
+    plain = [
+        table.in_nodes(Topology(rank=0, nodes=((0,), (1,)))),
+        table.in_precision(precision("16-true")),
+        table.in_module(nn.Sequential(nn.BatchNorm2d(4), LAYER)),
+        table.in_callbacks([callbacks.EarlyStopping("loss")]),
+        table.in_optimizers([LARS(LAYER.parameters(), lr=0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))])]),
+        table.in_optimizers(adam_of_ones_own(), of={id(nn.Parameter())}),
+    ]
+    assert not any(plain)
+    by_hand(is_automatic=True)
+    for options in ASKED.values():
+        HybridAllReduceStrategy(**options)
+    for name in ("narrow sums", "algorithm", "unused parameters"):
+        HybridPipelineStrategy(**ASKED[name])
+
+
+def test_the_page_has_the_table():
+    """One line for each option, with all that it excludes."""
+    text = README.read_text().partition("## What excludes what")[2].partition("\n## ")[0]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    shown = {(one, other) for other, *rest in lines[2:] for one in ", ".join(rest).split(", ")}
+    assert shown == {(pair.one, pair.other) for pair in table.EXCLUDED}

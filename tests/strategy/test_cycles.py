@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from tests import toy
 from tests.held import growth
 
@@ -35,7 +35,7 @@ def growth_over_fits():
 
     def fit():
         algorithm, ranks_per_node = next(topologies)
-        strategy = HybridAllReduceStrategy(algorithm=algorithm, ranks_per_node=ranks_per_node)
+        strategy = HybridAllReduceStrategy(comm=Comm(algorithm=algorithm), ranks_per_node=ranks_per_node)
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=1)
         module = Tiny()
         trainer.fit(module, toy.loader(num_samples=32))

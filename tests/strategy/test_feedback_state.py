@@ -1,16 +1,14 @@
 """`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and other numbers of nodes."""
 
-import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
+from lightning_hybrid import Comm, DurableCheckpointIO, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.strategy.feedback_state import FeedbackMixin, refuse_unknown_outcomes
+from lightning_hybrid.strategy.feedback_state import FeedbackMixin
 from tests import toy
 
 LONG = pytest.mark.long
@@ -50,8 +48,8 @@ class Toy(toy.Toy):
 def fit(codec="int4", *, precision="16-true", resume=None, overflows_at=-1, saves=(), options=None, **settings):
     module = Toy(lr=0.05)
     module.overflows_at, module.saves = overflows_at, dict(saves)
-    options = {"error_feedback": True, "ranks_per_node": 1, **(options or {})}
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes=codec, **options)
+    options = {"between_nodes": Mean(dtype=codec, error_feedback=True), "ranks_per_node": 1, **(options or {})}
+    strategy = HybridAllReduceStrategy(**options)
     trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, toy.loader(), ckpt_path=resume)
     return trainer, {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -93,7 +91,7 @@ def test_a_resumed_run_on_four_ranks_too(four_ranks, tmp_path, options):
 
 
 def fits_by_plan(path):
-    options = [{"ranks_per_node": 2, "plan": plan} for plan in (BY_LEADER, BY_SHARDS)]
+    options = [{"ranks_per_node": 2, "comm": Comm(plan=plan)} for plan in (BY_LEADER, BY_SHARDS)]
     settings = {"max_epochs": 3}
     _, one = fit(options=options[0], saves={0: path}, **settings)
     _, other = fit(options=options[1], **settings)
@@ -183,29 +181,6 @@ def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monke
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
-def test_errors_of_a_dtype_are_not_kept(dtype):
-    with pytest.raises(ValueError, match=r"^`error_feedback` \(=True\) needs a codec .* int8 or int4, or leave"):
-        HybridAllReduceStrategy(comm_dtype_across_nodes=dtype, error_feedback=True)
-
-
-def test_it_is_true_or_false():
-    with pytest.raises(ValueError, match=r"^`error_feedback` \(='nearest'\) must be true or false"):
-        HybridAllReduceStrategy(comm_dtype_across_nodes="int8", error_feedback="nearest")
-
-
-def test_outcomes_that_others_keep_to_themselves_are_refused():
-    manual = SimpleNamespace(automatic_optimization=False)
-    automatic = SimpleNamespace(automatic_optimization=True)
-    scaled = SimpleNamespace(scaler=object(), precision="16-mixed")
-    plain = SimpleNamespace(precision="16-true")
-    with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\) and `error_feedback`"):
-        refuse_unknown_outcomes(scaled, automatic, may_skip=False)
-    with pytest.raises(ValueError, match=re.escape("`automatic_optimization` (=False) and `error_feedback` (=True)")):
-        refuse_unknown_outcomes(plain, manual, may_skip=True)
-    refuse_unknown_outcomes(plain, manual, may_skip=False)
-
-
 class Manual(toy.Toy):
     def __init__(self):
         super().__init__()
@@ -213,7 +188,7 @@ class Manual(toy.Toy):
 
 
 def fit_by_hand():
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes="int8", error_feedback=True, ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(between_nodes=Mean(dtype="int8", error_feedback=True), ranks_per_node=1)
     toy.trainer(strategy=strategy, precision="16-true").fit(Manual(), toy.loader())
 
 
@@ -223,7 +198,7 @@ def test_a_fit_is_refused_before_it_trains():
 
 def error_of_unlike_ranks():
     has_feedback = torch.distributed.get_rank() == 0
-    return toy.error_of(fit, options={"error_feedback": has_feedback})
+    return toy.error_of(fit, options={"between_nodes": Mean(dtype="int4", error_feedback=has_feedback)})
 
 
 def test_ranks_that_want_different_things_learn_of_it_before_training(two_ranks):

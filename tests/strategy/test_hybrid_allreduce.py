@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, MasterWeightPrecision, Report
 from lightning_hybrid.comm import CommPlan, Topology
 from tests import toy
 
@@ -41,7 +41,7 @@ def test_fp32_losses_are_those_of_plain_ddp_over_100_steps(two_ranks, algorithm)
 
 
 def losses_with_algorithm(algorithm):
-    return losses_over_100_steps(HybridAllReduceStrategy(algorithm=algorithm, ranks_per_node=2))
+    return losses_over_100_steps(HybridAllReduceStrategy(comm=Comm(algorithm=algorithm), ranks_per_node=2))
 
 
 @pytest.mark.long
@@ -53,7 +53,7 @@ def test_fp32_losses_of_four_ranks_follow_plain_ddp_to_fp32_rounding(four_ranks)
 
 
 def losses_in_two_nodes():
-    return losses_over_100_steps(HybridAllReduceStrategy(algorithm="hierarchical", ranks_per_node=2))
+    return losses_over_100_steps(HybridAllReduceStrategy(comm=Comm(algorithm="hierarchical"), ranks_per_node=2))
 
 
 class CountsBuckets(pl.Callback):
@@ -85,7 +85,7 @@ def bucket_cap():
         def on_train_start(self, trainer, module):
             seen.append(trainer.strategy.model.bucket_bytes_cap)
 
-    strategy = HybridAllReduceStrategy(bucket_bytes=4096)
+    strategy = HybridAllReduceStrategy(comm=Comm(bucket_bytes=4096))
     toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1).fit(toy.Toy(), toy.loader())
     return seen[0]
 
@@ -236,20 +236,20 @@ def test_registered_names_are_ddps_names():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algoritm": "flat"}, r"`algoritm` \(='flat'\) is not an option.*Did you mean `algorithm`"),
-        ({"algorithm": "ring"}, r"`algorithm` \(='ring'\)"),
-        ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
-        ({"bucket_bytes": 2**20, "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `bucket_bytes` \(=1048576\)"),
-        ({"plan": "no/such/plan.json"}, r"`plan` \(='no/such/plan.json'\) must be the path of a plan"),
-        ({"plan": 3}, r"`plan` \(=3\) must be the path of a plan"),
-        ({"plan": __file__}, r"`plan` \(=.*test_hybrid_allreduce.py'\) must be the path of a plan"),
-        ({"comm_dtype": "int8"}, r"`comm_dtype` \(='int8'\)"),
-        ({"link_bytes_per_s": 0}, r"`link_bytes_per_s` \(=0\) must be None or a number of bytes per second above zero"),
-        ({"link_bytes_per_s": "fast"}, r"`link_bytes_per_s` \(='fast'\)"),
-        ({"link_bytes_per_s": float("inf")}, r"`link_bytes_per_s` \(=inf\)"),
-        ({"link_bytes_per_s": True}, r"`link_bytes_per_s` \(=True\)"),
+        ({"algoritm": "flat"}, r"`algoritm` \(='flat'\) is not an option.*Did you mean `comm=Comm\(algorithm=...\)`"),
+        ({"every": 8}, r"`every` \(=8\) is not an option.*Did you mean `between_nodes=LocalSteps\(every=...\)`"),
+        (
+            {"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1},
+            r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(=1048",
+        ),
+        (
+            {"between_nodes": Adasum},
+            r"`between_nodes` \(=<class .*\) must be Mean\(...\) or Adasum\(...\) or",
+        ),
+        ({"comm": {"tune": "off"}}, r"`comm` \(={'tune': 'off'}\) must be Comm\(...\)"),
+        ({"report": "traces"}, r"`report` \(='traces'\) must be Report\(...\)"),
+        ({"extensions": [3]}, r"`extensions` \(with 3\) must hold what makes extensions"),
         ({"ranks_per_node": "two"}, r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more"),
-        ({"trace_dir": 5}, r"`trace_dir` \(=5\) must be the path of a folder, or None"),
         ({"timeout": "1 min"}, r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta"),
         ({"timeout": True}, r"`timeout` \(=True\) must be a number of seconds"),
         ({"timeout": None}, r"`timeout` \(=None\) must be a number of seconds"),
@@ -269,12 +269,12 @@ def test_bad_options_are_refused_when_the_object_is_made(options, message):
 def test_a_timeout_is_seconds_and_a_folder_any_path(tmp_path):
     assert HybridAllReduceStrategy(timeout=60)._timeout == timedelta(minutes=1)
     assert HybridAllReduceStrategy(timeout=timedelta(hours=1))._timeout == timedelta(hours=1)
-    assert HybridAllReduceStrategy(trace_dir=Path("traces"))._trace_dir == "traces"
+    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._trace_dir == "traces"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", torch.float16])
 def test_spellings_of_a_dtype(dtype):
-    assert HybridAllReduceStrategy(comm_dtype=dtype)._comm_dtype is torch.float16
+    assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._comm_dtype is torch.float16
 
 
 def test_ranks_per_node_that_does_not_divide_is_refused_by_the_trainer(three_ranks):
@@ -528,7 +528,7 @@ def buckets_of_a_wide_fit(options, precision):
             seen.extend(trainer.strategy._engine.buckets)
 
     plan = CommPlan(bucket_bytes=20_000, last_bucket_bytes=1000, num_buckets=16)
-    strategy = HybridAllReduceStrategy(plan=plan, **options)
+    strategy = HybridAllReduceStrategy(comm=Comm(plan=plan), **options)
     toy.trainer(strategy=strategy, callbacks=[Looks()], max_epochs=1, precision=precision).fit(Wide(), toy.loader())
     return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in seen]
 
@@ -594,14 +594,16 @@ def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_
 def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     plan = CommPlan(algorithm="hierarchical", chunk_bytes=12345)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    assert HybridAllReduceStrategy(plan=str(tmp_path / "plan.json"))._plan == plan
+    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._plan == plan
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
-        with pytest.raises(ValueError, match=r"^`plan` .* leave `algorithm` and `bucket_bytes` out, or the plan"):
-            HybridAllReduceStrategy(plan=plan, **options)
+        with pytest.raises(ValueError, match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or"):
+            Comm(plan=plan, **options)
 
 
 def fit_with_a_timeline(trace_dir):
-    toy.trainer(strategy=HybridAllReduceStrategy(trace_dir=trace_dir), max_epochs=1).fit(toy.Toy(), toy.loader())
+    toy.trainer(strategy=HybridAllReduceStrategy(report=Report(trace_dir=trace_dir)), max_epochs=1).fit(
+        toy.Toy(), toy.loader()
+    )
 
 
 def test_a_fit_leaves_a_timeline_per_rank(two_ranks, tmp_path):

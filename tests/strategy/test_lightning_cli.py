@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Adasum, HybridAllReduceStrategy, LocalSteps, MasterWeightPrecision, Mean
 from tests import toy
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs the package jsonargparse[signatures]")
@@ -17,6 +17,7 @@ pytest.importorskip("jsonargparse", reason="LightningCLI needs the package jsona
 from lightning.pytorch.cli import LightningCLI
 
 README = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+STEPS = LocalSteps(every=8, outer_lr=0.7)
 QUIET = ("accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_progress_bar=false")
 
 
@@ -26,11 +27,16 @@ def called_from_a_program(monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what Lightning's own code calls
 
 
-def fitted(*arguments):
-    """The trainer after `python train.py fit ...`."""
+def parsed(*arguments):
+    """What `python train.py ...` makes."""
     quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
     arguments = [*arguments, *quiet]
-    cli = LightningCLI(toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False)
+    return LightningCLI(toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False)
+
+
+def fitted(*arguments):
+    """The trainer after `python train.py fit ...`."""
+    cli = parsed(*arguments)
     cli.trainer.fit(cli.model, toy.loader())
     return cli.trainer
 
@@ -50,10 +56,44 @@ def test_a_timeout_is_seconds_and_a_wrong_type_is_refused_by_name(capsys):
     for given in ("60", "0:01:00"):
         trainer = fitted(strategy, f"--trainer.strategy.timeout={given}")
         assert trainer.strategy._timeout == timedelta(minutes=1)
-    for option in ("timeout=soon", "trace_dir=[5]"):
+    for option in ("timeout=soon", "report.trace_dir=[5]", "comm.tune=sometimes", "between_nodes.every=8"):
         with pytest.raises(SystemExit):
             fitted(strategy, f"--trainer.strategy.{option}")
-        assert option.partition("=")[0] in capsys.readouterr().err
+        assert option.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+
+
+CLASS = "--trainer.strategy.class_path=lightning_hybrid.HybridAllReduceStrategy"
+BETWEEN = "--trainer.strategy.init_args.between_nodes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "between_nodes"),
+    [
+        ([], Mean()),
+        ([f"{BETWEEN}=Adasum"], Adasum()),
+        ([f"{BETWEEN}.dtype=int8"], Mean(dtype="int8")),
+        ([f"{BETWEEN}=lightning_hybrid.LocalSteps", f"{BETWEEN}.every=8", f"{BETWEEN}.outer_lr=0.7"], STEPS),
+    ],
+)
+def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp_path, arguments, between_nodes):
+    """Of plain dataclasses the parser would take the first whose fields fit, in silence."""
+    cli = parsed(CLASS, *arguments)
+    (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
+    for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
+        text = made.trainer.strategy._asked
+        assert text == HybridAllReduceStrategy(between_nodes)._asked
+        assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
+
+
+def test_on_in_yaml_is_a_boolean_and_is_taken(tmp_path):
+    text = f"trainer: {{strategy: {{class_path: {CLASS.partition('=')[2]}, init_args: {{comm: {{tune: on}}}}}}}}"
+    (tmp_path / "config.yaml").write_text(text)
+    assert parsed("--config", str(tmp_path / "config.yaml")).trainer.strategy._tune == "on"
+
+
+def test_keywords_of_the_last_release_are_still_in_the_signature():
+    with pytest.warns(FutureWarning, match=r"Write comm=Comm\(algorithm='flat'\)"):
+        assert parsed(CLASS, "--trainer.strategy.algorithm=flat").trainer.strategy._plan.algorithm == "flat"
 
 
 def test_the_name_is_enough():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
@@ -25,8 +25,9 @@ def cluster(ranks_per_node):
     return Cluster(num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO)
 
 
-def plan_in_force(ranks_per_node, described, **settings):
-    strategy = HybridAllReduceStrategy(plan=cluster(described), ranks_per_node=ranks_per_node, **settings)
+def plan_in_force(ranks_per_node, described, dtype=None, **settings):
+    comm = Comm(plan=cluster(described), dtype=dtype)
+    strategy = HybridAllReduceStrategy(comm=comm, ranks_per_node=ranks_per_node, **settings)
     seen = []
 
     class Module(toy.Toy):
@@ -50,7 +51,7 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
 
 
 def _plan_in_force(comm_dtype):
-    return plan_in_force(2, 2, comm_dtype=comm_dtype)
+    return plan_in_force(2, 2, dtype=comm_dtype)
 
 
 def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
@@ -64,7 +65,7 @@ def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
 
 
 def plan_in_force_with_int8():
-    return plan_in_force(2, 2, comm_dtype_across_nodes="int8")
+    return plan_in_force(2, 2, between_nodes=Mean(dtype="int8"))
 
 
 @pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
@@ -92,7 +93,7 @@ class MostChunks:
 
 
 def fit_with_an_own_planner():
-    strategy = HybridAllReduceStrategy(plan=MostChunks(), ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(comm=Comm(plan=MostChunks()), ranks_per_node=1)
     seen = []
 
     class Module(toy.Toy):
@@ -115,11 +116,6 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
         assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in error
 
 
-def test_a_cluster_beside_an_algorithm_is_refused():
-    with pytest.raises(ValueError, match="says which algorithm and what bucket size are used"):
-        HybridAllReduceStrategy(plan=cluster(2), algorithm="flat")
-
-
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(plan=plan)._tune == tune
+    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune

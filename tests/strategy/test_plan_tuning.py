@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.strategy import plan_tuning as trainer_tuning
 from lightning_hybrid.strategy.plan_tuning import LEAST_STEPS, MOST_SHARE, why_not
@@ -56,7 +56,7 @@ def fit(strategy, **options):
 
 
 def tuned_and_plain():
-    tuned = fit(HybridAllReduceStrategy(ranks_per_node=1, tune="on"))[:3]
+    tuned = fit(HybridAllReduceStrategy(ranks_per_node=1, comm=Comm(tune="on")))[:3]
     plain = fit("ddp", callbacks=[])[:2]
     return (*tuned, *plain)
 
@@ -77,7 +77,7 @@ def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks):
 
 def settings_of(tune, algorithm="auto", plan=None, deterministic=False):
     """Whether a fit with these options is tuned, and what was said."""
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, tune=tune, algorithm=algorithm, plan=plan)
+    strategy = HybridAllReduceStrategy(ranks_per_node=1, comm=Comm(tune=tune, algorithm=algorithm, plan=plan))
     options = {"deterministic": True} if deterministic else {}
     try:
         _, _, watches, _ = fit(strategy, limit_train_batches=4, val_check_interval=4, **options)
@@ -128,15 +128,5 @@ def test_when_a_plan_is_tuned(options, is_tuned):
 
 def test_a_named_algorithm_is_the_users_choice_and_is_not_tuned():
     assert HybridAllReduceStrategy()._tune == "auto"
-    assert HybridAllReduceStrategy(algorithm="flat")._tune == "off"
-    assert HybridAllReduceStrategy(algorithm="flat", tune="on")._tune == "on"
-
-
-def test_the_cache_of_plans_is_gone_and_its_option_is_warned_of():
-    with pytest.warns(FutureWarning, match=r"`tune_cache_dir` \(='x'\) has no effect any more"):
-        HybridAllReduceStrategy(tune_cache_dir="x")
-
-
-def test_another_value_is_refused_when_the_strategy_is_made():
-    with pytest.raises(ValueError, match=r"^`tune` \(='yes'\) must be one of auto, on, off"):
-        HybridAllReduceStrategy(tune="yes")
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._tune == "off"
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._tune == "on"

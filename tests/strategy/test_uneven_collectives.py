@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.callbacks import (
     NumericsMonitor,
     StopOnSignal,
@@ -62,7 +62,7 @@ class SignalOnRankOne(toy.Toy):
 
 def local_steps_with_nan(folder):
     """Nodes of one rank each: one skips its steps, and the other none."""
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, sync_across_nodes_every=4)
+    strategy = HybridAllReduceStrategy(ranks_per_node=1, between_nodes=LocalSteps(every=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "PROBE_AFTER", 2)
         fit = toy.trainer(strategy=strategy, precision="16-true", max_epochs=3, callbacks=[NumericsMonitor()]).fit

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lightning_hybrid
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Comm, HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.optim import LAMB, LARS, param_groups
@@ -138,7 +138,7 @@ def trained_with(code: str, folder: str):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings("ignore:`reduction` .='adasum'. combines the means of several nodes")  # here is one
+@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
 @pytest.mark.parametrize("code", CODES)
 def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
     one, other = two_ranks.run(trained_with, code, str(tmp_path))
@@ -180,7 +180,7 @@ class Slope(pl.LightningModule):
 def averages():
     """The average by torch's hook, by ours, and without compression."""
     hooked, found = CompressesAsTorch(default_hooks.fp16_compress_hook), []
-    ours = HybridAllReduceStrategy(comm_dtype="float16", ranks_per_node=1)
+    ours = HybridAllReduceStrategy(comm=Comm(dtype="float16"), ranks_per_node=1)
     for strategy, callbacks in (("ddp", [hooked]), (ours, []), ("ddp", [])):
         module = Slope()
         toy.trainer(strategy=strategy, callbacks=callbacks, max_steps=1).fit(module, toy.loader())

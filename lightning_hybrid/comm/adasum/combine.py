@@ -186,7 +186,7 @@ def refuse_cut_bucket(bucket: BucketPlan, topology: Topology, dtype_across_nodes
         raise ValueError(
             f"bucket {bucket.index} (={bucket.algorithm!r} in {bucket.num_chunks} chunks, in {dtype_across_nodes} "
             "between nodes) must be 'hierarchical' in one chunk and in its own dtype for Adasum: the leaders of the "
-            "nodes combine whole parameters. Take the plan of `HybridAllReduceStrategy(reduction='adasum')`, or "
+            "nodes combine whole parameters. Take the plan of `HybridAllReduceStrategy(between_nodes=Adasum())`, or "
             "CommPlan(algorithm='hierarchical', chunk_bytes=2**50)."
         )
 
@@ -200,18 +200,18 @@ def refuse_odd_nodes(topology: Topology) -> None:
 
     >>> refuse_odd_nodes(Topology.from_ranks_per_node(rank=0, world_size=12, ranks_per_node=2))
     Traceback (most recent call last):
-    ValueError: `reduction` (='adasum') needs a power of two of nodes, and there are 6: its tree combines them two by \
-two. Launch 4 or 8 nodes, or use `strategy.reduction=mean`.
+    ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 6: its tree combines them two \
+by two. Launch 4 or 8 nodes, or set strategy/between_nodes=mean.
     """
     num_nodes, sizes = topology.num_nodes, [len(node) for node in topology.nodes]
     if num_nodes & (num_nodes - 1):
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
-            f"`reduction` (='adasum') needs a power of two of nodes, and there are {num_nodes}: its tree combines them "
-            f"two by two. Launch {below} or {2 * below} nodes, or use `strategy.reduction=mean`."
+            f"`between_nodes` (=Adasum()) needs a power of two of nodes, and there are {num_nodes}: its tree combines "
+            f"them two by two. Launch {below} or {2 * below} nodes, or set strategy/between_nodes=mean."
         )
     if topology.ranks_per_node is None:
         raise ValueError(
-            f"`reduction` (='adasum') needs nodes of equal size, and these hold {sizes} ranks: the mean of a small "
-            "node would count as much as that of a large one. Launch equal nodes, or use `strategy.reduction=mean`."
+            f"`between_nodes` (=Adasum()) needs nodes of equal size, and these hold {sizes} ranks: the mean of a small "
+            "node would count as much as that of a large one. Launch equal nodes, or set strategy/between_nodes=mean."
         )

@@ -1,4 +1,4 @@
-"""The hook of DistributedDataParallel for `reduction="adasum"`: mean inside the node, Adasum between nodes.
+"""The hook of DistributedDataParallel for `Adasum`: mean inside the node, Adasum between nodes.
 
     buffer  --/ before-->  wire  --sum in the node, Adasum of the nodes-->  wire  --/ after-->  buffer
 

@@ -131,7 +131,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             return passes
         except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
             warnings.warn(
-                f"`comm_dtype_across_nodes` (='int{bits}') on CUDA needs kernels that triton can build, and a first "
+                f"`between_nodes.dtype` (='int{bits}') on CUDA needs kernels that triton can build, and a first "
                 f"one failed ({type(error).__name__}: {error!s:.300}): operations of torch do the same, bit for bit, "
                 "several times slower. It needs triton, a C compiler (`apt install gcc`), Python's headers "
                 "(python3-dev) and a GPU of its list.",
@@ -145,7 +145,7 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
             warnings.warn(
-                f"`comm_dtype_across_nodes` (='int{bits}') on a CPU needs a C++ compiler to be fast, and {error}: "
+                f"`between_nodes.dtype` (='int{bits}') on a CPU needs a C++ compiler to be fast, and {error}: "
                 "operations of torch do the same, bit for bit, several times slower. Install one "
                 "(`apt install g++`), or name it in the environment variable CXX.",
                 RuntimeWarning,

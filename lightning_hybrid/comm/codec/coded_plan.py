@@ -28,9 +28,10 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
         return plan
     what = "needs nodes of equal size" if plan.algorithm == "two_level" else "has no stage between nodes"
     raise ValueError(
-        f"`algorithm` (={plan.algorithm!r}) {what}, and `comm_dtype_across_nodes` (='int{bits}') is for the sums that "
+        f"`algorithm` (={plan.algorithm!r}) {what}, and `between_nodes.dtype` (='int{bits}') is for the sums that "
         "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
-        "send as many bytes. Leave `strategy.algorithm` and such a `strategy.plan` out, or set it to hierarchical."
+        "send as many bytes. Leave `strategy.comm.algorithm` and such a `strategy.comm.plan` out, or set "
+        "it to hierarchical."
     )
 
 

@@ -153,7 +153,7 @@ class CommEngine:
         if topology.num_nodes == 1:
             if topology.rank == 0:
                 warnings.warn(
-                    f"`comm_dtype_across_nodes` (='int{codec.bits}') has nothing to do: all "
+                    f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all "
                     "ranks are on one node, where sums keep their dtype",
                     stacklevel=3,
                 )

@@ -234,7 +234,9 @@ class CommTrace:
         try:
             self.write(path, rank=rank)
         except OSError as error:
-            warnings.warn(f"`trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2)
+            warnings.warn(
+                f"`report.trace_dir`: {path} was not written ({error.strerror}): no timeline of it.", stacklevel=2
+            )
 
     def drain(self) -> CommSummary:
         """Return the counts since the last drain; on CUDA of steps that the device is through with. Never waits."""

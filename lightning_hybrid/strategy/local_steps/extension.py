@@ -23,18 +23,19 @@ from lightning_hybrid.lightning_names import is_overridden, lightning_types
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
-from lightning_hybrid.run_status import has_grad_scaler, run_status
+from lightning_hybrid.run_status import run_status
+from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
 from lightning_hybrid.strategy.local_steps.nodes_apart import BROADCAST_BYTES, IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps, refuse_setup
+from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
 OUTER_MOMENTUM = "outer_momentum"
 
 
 class LocalSGDMixin:
-    """Strategy mixin: average weights over nodes every so many steps, with `sync_across_nodes_every`."""
+    """Strategy mixin: average weights over nodes every so many steps, with `between_nodes=LocalSteps(...)`."""
 
     # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
 
@@ -65,13 +66,17 @@ class LocalSGDMixin:
             return
         if self._topology.num_nodes == 1:
             rank_zero_warn(
-                f"`sync_across_nodes_every` (={self._local_steps.every}) has nothing to do: all ranks share one node, "
-                "and each step averages their gradients. Leave it out, or say by `strategy.ranks_per_node` what a node "
-                "is."
+                f"`between_nodes` (={self._local_steps!r}) has nothing to do: all ranks share one node, and each step "
+                "averages their gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
             )
             return
-        layers, has_scaler = self.lightning_module.named_modules(), has_grad_scaler(self.precision_plugin)
-        refuse_setup(self._topology, layers, trainer.callbacks, has_grad_scaler=has_scaler)
+        refuse_excluded(
+            {"local steps": f"`between_nodes` (={self._local_steps!r})"}
+            | in_nodes(self._topology)
+            | in_module(self.lightning_module)
+            | in_callbacks(trainer.callbacks)
+            | in_precision(self.precision_plugin)
+        )
         self._nodes = self._new_nodes(self._local_steps)
         # One node may leave a step out that another takes; all come to the next batch.
         self._nodes.ends_in_step = not is_overridden("optimizer_step", self.lightning_module, "pytorch.LightningModule")
@@ -131,7 +136,7 @@ class LocalSGDMixin:
             self._nodes.note_step()  # user code may step past Lightning
             if batch_idx == steps.every and num_steps == 0 and not self.lightning_module.automatic_optimization:
                 rank_zero_warn(
-                    f"`sync_across_nodes_every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
+                    f"`between_nodes.every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
                     f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
                     "`self.optimizers()`, not those inside of them."
                 )

@@ -6,7 +6,7 @@
 The ranks of a node hold the same, so its leader gives it and the others add nothing: the sum is that over nodes, by
 whatever algorithm carries it, and all ranks get the same bits. While one chunk is on its way the next is packed.
 
-With `comm_dtype_across_nodes` what is asked for travels narrower between nodes: in that dtype, or through the codec.
+With `LocalSteps(dtype=...)` what is asked for travels narrower between nodes: in that dtype, or through the codec.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NodeAverage:
     def average_(self, tensors: Sequence[Tensor], *, is_narrow: bool = False) -> None:
         """Replace tensors by their average over nodes, which is taken in fp32, or in fp64 of such tensors.
 
-        `is_narrow`: in fp32 it travels between nodes in `comm_dtype_across_nodes`.
+        `is_narrow`: in fp32 it travels between nodes in `LocalSteps.dtype`.
 
         Collective: every rank must call it, with tensors of the same shapes, strides and dtypes in the same order. In
         place; afterwards all ranks hold the same bits. Raises the engine's errors.

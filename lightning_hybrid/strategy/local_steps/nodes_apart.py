@@ -12,7 +12,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from lightning_hybrid.comm import CommEngine, HookState
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps
+from lightning_hybrid.strategy.options import LocalSteps
 
 BROADCAST_BYTES = 25 * 2**20
 

@@ -12,17 +12,16 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.lightning_names import lightning_types
-from lightning_hybrid.strategy.local_steps.settings import LocalSteps
-from lightning_hybrid.strategy.node_slices.norm_clipping import clip_by_norm_over_slices
-from lightning_hybrid.strategy.node_slices.refusals import (
-    refuse_callbacks,
-    refuse_layers,
-    refuse_optimizers_with_norms,
-    refuse_options,
-    refuse_topology,
-    refuse_unknown_names,
-    without_odd_heads,
+from lightning_hybrid.strategy.compatibility import (
+    in_callbacks,
+    in_module,
+    in_nodes,
+    in_optimizers,
+    in_precision,
+    refuse_excluded,
 )
+from lightning_hybrid.strategy.node_slices.norm_clipping import clip_by_norm_over_slices
+from lightning_hybrid.strategy.node_slices.refusals import refuse_layers, refuse_unknown_names, without_odd_heads
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit, requested_layers
 
 
@@ -38,11 +37,8 @@ class SlicesMixin:
     _slices: SlicedFit | None = None
     _whole_in_validation: Any = None
     _has_failed = False
-    _shard_update: str
-    _reduction: Any
+    _asked: dict[str, str]
     _comm_dtype: torch.dtype | None
-    _dtype_across_nodes: Any
-    _local_steps: LocalSteps | None
     _averaged_parameters: set[int] | None
     _ddp_kwargs: dict[str, Any]
     _timeout: Any
@@ -66,20 +62,13 @@ class SlicesMixin:
         if not (layers := requested_layers(module)):
             return
         callbacks = module.trainer.callbacks
-        refuse_options(
-            layers,
-            precision=self.precision_plugin.precision,
-            module=module,
-            num_stages=(getattr(self, "num_stages", 1), 1),
-            shard_update=(self._shard_update, "off"),
-            reduction=(self._reduction, "mean"),
-            comm_dtype_across_nodes=(self._dtype_across_nodes, None),
-            sync_across_nodes_every=(1 if self._local_steps is None else self._local_steps.every, 1),
-        )
+        asked = {**self._asked, "node slices": f"`node_slices` (={layers})"}
+        refuse_excluded(asked | in_precision(self.precision_plugin) | in_module(module))
         refuse_unknown_names(module, layers)
-        refuse_callbacks(callbacks, cut=[module.get_submodule(name) for names in layers for name in names])
+        cut = [module.get_submodule(name) for names in layers for name in names]
+        refuse_excluded(asked | in_callbacks(callbacks, cut=cut))
         topology: Topology = self._discover_topology()
-        refuse_topology(topology)
+        refuse_excluded(asked | in_nodes(topology))
         if topology.ranks_per_node == 1:
             rank_zero_warn(
                 f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
@@ -108,7 +97,7 @@ class SlicesMixin:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
         if self._slices is None:
             return
-        refuse_optimizers_with_norms(self.optimizers, self._slices)
+        refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(self.optimizers, of=self._slices))
         if self._averaged_parameters is not None:
             self._averaged_parameters -= self._slices.frozen  # DDP ignores all: what is unfrozen later is to be refused
         self._slices.connect(

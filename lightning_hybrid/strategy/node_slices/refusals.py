@@ -1,81 +1,11 @@
-"""Checks, before training, that layers can be cut over the ranks of a node: of options, layers and optimizers."""
+"""Checks, before training, that layers can be cut over the ranks of a node."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
-
-from lightning_hybrid.comm import Topology
-from lightning_hybrid.lightning_names import lightning_types
-from lightning_hybrid.strategy.shard_update.refusals import ELEMENTWISE, PRECISIONS
-
-
-def refuse_options(asked: object, *, precision: object, module: nn.Module, **options: tuple[object, object]) -> None:
-    """Check what the run has set besides slices; `options`: value and the only one that can be.
-
-    Raises:
-        ValueError: names the option.
-    """
-    for name, (value, accepted) in options.items():
-        if value != accepted:
-            raise ValueError(
-                f"`{name}` (={value!r}) and `node_slices` (={asked}) exclude each other: it works on gradients and "
-                f"weights that every rank has whole. Leave `strategy.{name}` out, or `node_slices` (in recipes "
-                "`model.slice_fc`)."
-            )
-    if precision not in PRECISIONS:
-        raise ValueError(
-            f"`precision` (={precision!r}) and `node_slices` (={asked}) exclude each other: all slices get one verdict "
-            f"on overflow with {', '.join(PRECISIONS)}. In place of 16-mixed take 16-true, in place of "
-            "bf16-mixed bf16-true, or leave `node_slices` out."
-        )
-    for name, layer in module.named_modules():
-        if hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"`{name or 'the module'}` (={type(layer).__name__}) is compiled, which excludes `node_slices` "
-                f"(={asked}): ranks talk in the middle of its forward. Leave torch.compile out (in recipes "
-                "compile=false), or `node_slices`."
-            )
-
-
-def refuse_callbacks(callbacks: Iterable[Any], *, cut: Container[nn.Module] = ()) -> None:
-    """Check that no callback averages weights in a way of its own, or prunes layers that are to be `cut`.
-
-    Raises:
-        ValueError: names it.
-    """
-    kinds = lightning_types("pytorch.callbacks.StochasticWeightAveraging")
-    prunes = lightning_types("pytorch.callbacks.ModelPruning")
-    for callback in callbacks:
-        if isinstance(callback, prunes) and any(layer in cut for layer, _ in callback._parameters_to_prune or ()):
-            raise ValueError(
-                f"`callbacks` (={type(callback).__name__}) cannot prune layers of `node_slices`: its masks are as "
-                "large as whole weights. Give it other layers by `parameters_to_prune`, or leave `node_slices` out."
-            )
-        if isinstance(callback, kinds):
-            raise ValueError(
-                f"`callbacks` (={type(callback).__name__}) cannot be combined with `node_slices`: its average is a "
-                "copy with whole layers, and each rank would have slices to add to it. Use `MasterWeightAveraging` or "
-                "Lightning's `EMAWeightAveraging`, or leave `node_slices` out."
-            )
-
-
-def refuse_topology(topology: Topology) -> None:
-    """Check that every node has as many ranks.
-
-    Raises:
-        ValueError: with their numbers.
-    """
-    if topology.ranks_per_node is None:
-        sizes = ", ".join(str(len(node)) for node in topology.nodes)
-        raise ValueError(
-            "`node_slices` needs nodes of equal size: a slice is the same on every node, and here nodes hold "
-            f"{sizes} ranks. Launch equal nodes, or leave `node_slices` (in recipes `model.slice_fc`) out."
-        )
 
 
 def refuse_unknown_names(module: nn.Module, layers: Sequence[tuple[str, ...]]) -> None:
@@ -158,26 +88,3 @@ def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_s
                     f"`out_features` of `{names[0]}` (={first.out_features}) must be `in_features` of `{names[1]}` "
                     f"(={second.in_features}): each rank computes on with the features that it has."
                 )
-
-
-def refuse_optimizers_with_norms(optimizers: Iterable[Optimizer], slices: Container[int]) -> None:
-    """Check that each step is right on slices; `slices`: parameters by `id`.
-
-    Raises:
-        ValueError: names the optimizer.
-    """
-    for optimizer in optimizers:
-        groups = [group for group in optimizer.param_groups if any(id(one) in slices for one in group["params"])]
-        name: Any = type(optimizer).__name__
-        # By the exact type: a subclass may look at norms.
-        if groups and type(optimizer) not in ELEMENTWISE and not hasattr(optimizer, "parts"):
-            raise ValueError(
-                f"`optimizer` (={name}) cannot train slices (`node_slices`): its step may need whole tensors, as rules "
-                "with norms, factors or line searches do. Use LARS, LAMB or one of torch's that treat elements one by "
-                f"one ({', '.join(one.__name__ for one in ELEMENTWISE)}), or leave `node_slices` out."
-            )
-        if any(group.get("direction") == "orthogonal" for group in groups):
-            raise ValueError(
-                '`direction` (="orthogonal") and `node_slices` exclude each other: it needs whole matrices. Use '
-                'direction="momentum", or leave `node_slices` (in recipes `model.slice_fc`) out.'
-            )

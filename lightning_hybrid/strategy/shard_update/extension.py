@@ -13,11 +13,7 @@ from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
 from lightning_hybrid.comm.codec.coded_plan import plan_for_owners
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.strategy.shard_update.refusals import (
-    refuse_optimizers,
-    refuse_precision,
-    refuse_unequal_nodes,
-)
+from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, in_precision, refuse_excluded
 from lightning_hybrid.strategy.shard_update.sharded_fit import ShardedFit
 
 
@@ -43,8 +39,8 @@ class SharedUpdateMixin:
         # Whether the update is shared. Where the topology is known, before anything is built.
         if self._shard_update == "off":
             return False
-        refuse_precision(self.precision_plugin.precision)
-        refuse_unequal_nodes(self._topology)
+        asked = {"shard update": "`shard_update` (='node')"}
+        refuse_excluded(asked | in_precision(self.precision_plugin) | in_nodes(self._topology))
         if self._topology.ranks_per_node == 1:
             rank_zero_warn(
                 "`shard_update` (='node') shares nothing: every node has one rank. Leave `strategy.shard_update` "
@@ -55,7 +51,7 @@ class SharedUpdateMixin:
         return True
 
     def _begin_sharing(self, masters: MasterWeights | None) -> None:
-        refuse_optimizers(self.optimizers)
+        refuse_excluded({"shard update": "`shard_update` (='node')"} | in_optimizers(self.optimizers))
         assert self._engine is not None
         self._shared = ShardedFit(self._engine, masters, self.optimizers, self.root_device)
         # It looks for unused parameters on its own, in gradients that are then not averages everywhere.

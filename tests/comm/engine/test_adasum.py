@@ -289,7 +289,7 @@ def refusal(plan, options):
 
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)
 def test_nodes_that_no_tree_fits_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"`reduction` \(='adasum'\) needs .* use `strategy.reduction=mean`"):
+    with pytest.raises(ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* strategy/between_nodes=mean"):
         refuse_odd_nodes(Topology(rank=0, nodes=nodes))
 
 

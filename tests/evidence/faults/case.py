@@ -6,7 +6,7 @@ the status collection and a silent store cost (`ALLOWED_S`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -85,14 +85,14 @@ def run_cases(
     for world in worlds:
         free.put(world)
     undisturbed, *others = cases
-    settings = {"comm_dtype_across_nodes": comm_dtype_across_nodes} if comm_dtype_across_nodes else {}
-    outcome, weights = run_case(undisturbed, worlds[0], settings=settings)
+    dtype = comm_dtype_across_nodes
+    outcome, weights = run_case(undisturbed, worlds[0], dtype_between_nodes=dtype)
     yield outcome
 
     def run(case: FaultCase) -> FaultOutcome:
         world = free.get()
         try:
-            return run_case(case, world, weights, settings=settings)[0]
+            return run_case(case, world, weights, dtype_between_nodes=dtype)[0]
         finally:
             free.put(world)
 
@@ -105,15 +105,15 @@ def run_cases(
 
 
 def run_case(
-    case: FaultCase, world: OneHost, weights: int | None = None, *, settings: Mapping[str, Any] | None = None
+    case: FaultCase, world: OneHost, weights: int | None = None, *, dtype_between_nodes: str | None = None
 ) -> tuple[FaultOutcome, int | None]:
     """Inject the fault; return the outcome, and a hash of the weights where all ranks have the same.
 
-    `weights`: hash of an undisturbed run, to be compared with. `settings`: of the strategy.
+    `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "mode", "phase", "step", "pause_s", "timeout_s")}
-    spec |= {"precision": case.precision, "num_steps": case.num_steps, "settings": dict(settings or {})}
+    spec |= {"precision": case.precision, "num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
     spec["rank"] = None if case.everywhere else case.rank
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S

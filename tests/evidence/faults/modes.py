@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class Mode:
 
 
 NODES: dict[str, Any] = {"ranks_per_node": 2}
-INT8 = {**NODES, "comm_dtype_across_nodes": "int8"}
+INT8 = {**NODES, "between_nodes": Mean(dtype="int8")}
 MODES = {
     "plain": Mode(),
     "pipeline": Mode(strategy=HybridPipelineStrategy, options={**NODES, "num_stages": 2, "num_microbatches": 4}),
     "shard_update": Mode(options={**NODES, "shard_update": "node"}),
-    "local_steps": Mode(options={**NODES, "sync_across_nodes_every": 4}),
-    "feedback": Mode(options={**INT8, "error_feedback": True}),
+    "local_steps": Mode(options={**NODES, "between_nodes": LocalSteps(every=4)}),
+    "feedback": Mode(options={**NODES, "between_nodes": Mean(dtype="int8", error_feedback=True)}),
     "node_slices": Mode(options=NODES, node_slices=(("0", "2"),)),
     "fabric": Mode(options=INT8, is_fabric=True),
 }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_hybrid import Comm, Mean
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.comm import CommPlan
@@ -95,6 +96,8 @@ def train_rank(spec: dict[str, Any]) -> None:
     if mode.is_fabric:
         answer = train_with_fabric(spec, SyntheticImages(NUM_SAMPLES), Network(), mode.options)
         return write_answer(folder / f"rank{rank}.json", answer)
+    between = {"between_nodes": Mean(dtype=dtype)} if (dtype := spec["dtype_between_nodes"]) else {}
+    options = mode.options | between
     plan = CommPlan(
         bucket_bytes=BUCKET_BYTES,
         num_buckets=1,
@@ -105,9 +108,7 @@ def train_rank(spec: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=mode.strategy(
-            plan=plan, timeout=timedelta(seconds=spec["timeout_s"]), **mode.options | spec["settings"]
-        ),
+        strategy=mode.strategy(comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **options),
         precision=spec["precision"],
         max_steps=spec["num_steps"],
         max_epochs=-1,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.data.in_memory.loader import Normalize
 from recipes.datasets.glyphs import glyphs_split
 from tests import toy
@@ -79,7 +79,7 @@ def fit(arm_name: str, kind: str, lr: float, seed: int) -> dict[str, float]:
     module = Module(Node(new_network(), kind, lr, num_steps))
     sent = Sent()
     bits: Any = None if arm.bits is None else f"int{arm.bits}"
-    strategy = HybridAllReduceStrategy(sync_across_nodes_every=arm.every, comm_dtype_across_nodes=bits, tune="off")
+    strategy = HybridAllReduceStrategy(between_nodes=LocalSteps(every=arm.every, dtype=bits), comm=Comm(tune="off"))
     trainer = toy.trainer(
         strategy=strategy, precision="32-true", max_epochs=-1, max_steps=num_steps, callbacks=[sent], benchmark=False
     )

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.optim import LARS
 from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
@@ -77,7 +77,7 @@ class Arm:
     def trainer_options(self, setting: Setting) -> dict[str, Any]:
         """Return the strategy, and how many batches make a step."""
         if self.is_data:
-            strategy: Any = HybridAllReduceStrategy(tune="off")
+            strategy: Any = HybridAllReduceStrategy(comm=Comm(tune="off"))
             return {"strategy": strategy, "accumulate_grad_batches": setting.num_microbatches // self.num_ranks}
         schedule, num = self.kind, setting.num_microbatches
         return {"strategy": HybridPipelineStrategy(num_stages=self.num_ranks, num_microbatches=num, schedule=schedule)}

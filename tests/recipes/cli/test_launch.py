@@ -96,7 +96,10 @@ MISTAKES = {
     "trainer.devices=0": r"`trainer.devices` \(=0\) must be -1 or a number above 0",
     "precision=fp16": r"`precision` \(='fp16'\) must be a name of Lightning's, .*\. Set precision=16-true\.",
     "precision=17-true": r"`trainer.precision` \(='17-true'\) must be .*16-true",
-    "strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
+    "strategy.comm.algorithm=ring": r"`strategy.comm.algorithm` \(='ring'\) must be auto or flat",
+    "strategy.between_nodes=adasum": r"`strategy.between_nodes` \(='adasum'\) .*\. Set strategy/between_nodes=adasum\.",
+    "strategy/between_nodes=local_steps strategy.between_nodes.every=1": r"`between_nodes.every` \(=1\) .*2 or more",
+    "strategy.comm.tune=sometimes": r"`strategy.comm.tune` \(='sometimes'\) must be auto or on or off",
     "+strategy.bucket_size=1": r"`bucket_size` \(=1\).*\[strategy\]",
     "strategy.ranks_per_node=3 trainer.devices=4": r"`ranks_per_node` \(=3\) must divide",
     "data=synthetic model=resnet50 model.bn_eps=-inf": r"`bn_eps` \(=-inf\) must be a number in \(0, inf\).*\[model\]",
@@ -165,7 +168,7 @@ def test_the_directory_is_named_by_the_launcher_of_the_ranks(monkeypatch, variab
 
 
 def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatch, tmp_path):
-    given = "strategy.plan=${cluster.links}"
+    given = "strategy.comm.plan=${cluster.links}"
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", overrides=["+cluster=netlab", "+num_nodes=1", given], return_hydra_config=True)
     OmegaConf.set_readonly(cfg.hydra, False)

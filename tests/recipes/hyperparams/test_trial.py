@@ -121,7 +121,7 @@ TWO_NODES = ("trainer.devices=2", "strategy.ranks_per_node=1", "precision=16-tru
 
 
 def trial_of_a_rank():
-    return trial(*TWO_NODES, "strategy.comm_dtype_across_nodes=int8")
+    return trial(*TWO_NODES, "strategy.between_nodes.dtype=int8")
 
 
 def test_a_trial_on_two_nodes_says_what_their_codec_lost_and_how_many_steps_were_skipped(two_ranks):

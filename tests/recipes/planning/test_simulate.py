@@ -149,7 +149,7 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
     [
         (
             "cloud_25gbe",
-            r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.algorithm=two_level",
+            r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level",
         ),
         ("cloud_100gbe", r"None of .* saves 1% over the configured one \(two_level, .* may cost as much\)\."),
     ],
@@ -171,7 +171,7 @@ def test_the_answer_recommends_a_hierarchy_where_a_run_would_choose_one(monkeypa
         (
             ["cluster=netlab", "num_nodes=4", "images_per_s=100", "itemsize=4"],
             r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
-            r"numbers, so they are never on by themselves: strategy\.comm_dtype_across_nodes=int4\.",
+            r"numbers, so they are never on by themselves: strategy\.between_nodes\.dtype=int4\.",
         ),
         (
             ["cluster=cloud_25gbe", "num_nodes=4", "sync_across_nodes_every=8"],

@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from lightning_hybrid import Comm
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.calibration.microbenchmarks import Measurement
@@ -23,7 +24,6 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.workload import StepWorkload
-from lightning_hybrid.strategy.arguments import plan_from
 from recipes.cli import launch
 from recipes.planning import tune_setup
 from recipes.planning.tune_report import TuneReport
@@ -80,7 +80,7 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
 def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     found = report(gloo_cluster(4, 4, latency_s=2e-3))
     found.write(tmp_path, {"asked": 1})
-    plan = plan_from(str(tmp_path / "plan.json"), algorithm="auto", bucket_bytes=None)
+    plan = Comm(plan=str(tmp_path / "plan.json")).made_plan()
     assert plan == found.plans[0].plan
     assert plan != CommPlan()
     content = json.loads((tmp_path / "summary.json").read_text())
@@ -105,7 +105,7 @@ def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
     assert [step["name"] for step in content["compression"]["steps"]] == [None, "int8", "int4"]
     assert content["compression"]["steps"][0]["step_s"] == pytest.approx(found.plans[0].step_s)
     table = (tmp_path / "table.md").read_text()
-    assert "so they are never on by themselves: strategy.comm_dtype_across_nodes=int4." in table
+    assert "so they are never on by themselves: strategy.between_nodes.dtype=int4." in table
     assert "GB/s of float32 that a core encodes and decodes: int8 3.8" in table
     assert "int" not in (tmp_path / "plan.json").read_text()
     assert "comm_dtype" not in found.usage(tmp_path)

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
+from lightning_hybrid import LocalSteps
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
 from recipes.cli import launch
 from recipes.training.build import build
@@ -183,13 +184,16 @@ def test_every_command_of_the_readmes_is_a_configuration(overrides):
     assert cfg.trainer.accumulate_grad_batches >= 1
 
 
-def test_a_codec_is_a_key_of_the_strategy():
+def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
     ask = ["recipe=resnet50_8k", "data=synthetic"]
     for name, bits in (("int8", 8), ("int4", 4)):
-        strategy = instantiate(configured(*ask, f"strategy.comm_dtype_across_nodes={name}").strategy)
+        strategy = instantiate(configured(*ask, f"strategy.between_nodes.dtype={name}").strategy)
         assert strategy._dtype_across_nodes.bits == bits
-    pipeline = configured(*ask, "strategy=pipeline", "strategy.comm_dtype_across_nodes=int8").strategy
-    with pytest.raises(InstantiationException, match="cannot be combined with a pipeline"):
+    steps = ["strategy/between_nodes=local_steps", "strategy.between_nodes.every=4"]
+    assert instantiate(configured(*ask, *steps).strategy)._local_steps == LocalSteps(every=4)
+    assert instantiate(configured(*ask, "strategy/between_nodes=adasum").strategy)._reduction == "adasum"
+    pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
+    with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
         instantiate(pipeline)
 
 
@@ -237,7 +241,7 @@ ABLATIONS = {
     "model.pool5_bn=false": "alexnet_64k",
     "precision=32-true": "alexnet_64k",
     "strategy.loss_scale=1": "resnet50_64k",
-    "strategy.algorithm=flat": "resnet50_64k",
+    "strategy.comm.algorithm=flat": "resnet50_64k",
 }
 
 
@@ -272,7 +276,7 @@ def effect_of(ablation, recipe):
             "fixed": ablated.precision_plugin.loss_scale.value == 1,
         },
         # one rank sums nothing: the plan alone differs
-        "strategy.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
+        "strategy.comm.algorithm": lambda: {"flat": "flat" in repr(ablated.strategy._plan), "same": not differ},
     }[name]()
 
 
@@ -339,7 +343,7 @@ MISTAKES = {
     "data=synthetic trust_ratio=off_please": r"`trust_ratio` \(='off_please'\) must be true or false",
     "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
     "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
-    "data=synthetic strategy.algorithm=ring": r"`strategy.algorithm` \(='ring'\) must be auto or flat",
+    "data=synthetic strategy.comm.algorithm=ring": r"`strategy.comm.algorithm` \(='ring'\) must be auto or flat",
     "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
     "data=synthetic label_smoothing=10": r"`label_smoothing` \(=10\) must be from 0 to less than 1",
     "data=synthetic schedule.decay_from=peak": r"`schedule.decay_from` \(='peak'\) must be warmup_end or start",

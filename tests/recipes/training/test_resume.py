@@ -116,7 +116,7 @@ def test_a_path_must_be_a_whole_checkpoint(tmp_path):
 def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_not(tmp_path):
     kept = resume.saved_configuration(configured(tmp_path))
     saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
-    for same in ((), ("trainer.max_epochs=99", "trainer.devices=4", "logger=csv", "strategy.algorithm=flat")):
+    for same in ((), ("trainer.max_epochs=99", "trainer.devices=4", "logger=csv", "strategy.comm.algorithm=flat")):
         assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
     for key, value, was in (
         ("optim.lr", "1.5", kept["optim"]["lr"]),

@@ -1,11 +1,11 @@
-"""`comm_dtype_across_nodes="int8"` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
+"""`Mean(dtype="int8")` and `"int4"` in whole fits: the same bits, resumed runs, skipped steps, errors."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
 from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
@@ -30,7 +30,9 @@ class Toy(toy.Toy):
 def fit(codec, *, plan=None, precision="32-true", resume=None, ranks_per_node=1, overflows=False, **settings):
     module = Toy(lr=0.05)
     module.overflows = overflows
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes=codec, ranks_per_node=ranks_per_node, plan=plan)
+    strategy = HybridAllReduceStrategy(
+        between_nodes=Mean(dtype=codec), comm=Comm(plan=plan), ranks_per_node=ranks_per_node
+    )
     trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, toy.loader(), ckpt_path=resume)
     return trainer, {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -103,20 +105,11 @@ def test_what_rounding_costs_is_logged(four_ranks):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_sums_inside_a_node_cannot_be_in_8_bits():
-    with pytest.raises(
-        ValueError, match=r"^`comm_dtype` \(='int8'\) must be None or one of .* comm_dtype_across_nodes="
-    ):
-        HybridAllReduceStrategy(comm_dtype="int8")
-    with pytest.raises(ValueError, match=r"^`comm_dtype_across_nodes` \(='int2'\) must be .*bf16, int8, int4\.$"):
-        HybridAllReduceStrategy(comm_dtype_across_nodes="int2")
-
-
 @pytest.mark.parametrize("algorithm", ["flat", "parallel_flat"])
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     for error in four_ranks.run(error_of_fit, algorithm):
         assert error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert error.endswith("and such a `strategy.plan` out, or set it to hierarchical.")
+        assert error.endswith("and such a `strategy.comm.plan` out, or set it to hierarchical.")
 
 
 def error_of_fit(algorithm):
@@ -136,7 +129,7 @@ def test_ranks_with_other_settings_are_named_on_all_before_training(two_ranks):
 
 def fit_shared(shard_update):
     module = Toy(lr=0.05)
-    strategy = HybridAllReduceStrategy(comm_dtype_across_nodes="int8", ranks_per_node=2, shard_update=shard_update)
+    strategy = HybridAllReduceStrategy(between_nodes=Mean(dtype="int8"), ranks_per_node=2, shard_update=shard_update)
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=1)
     trainer.fit(module, toy.loader())
     return {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -171,7 +164,7 @@ def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda(
 
 
 def weights_by_fabric(codec):
-    strategy = fabric_flavour.HybridAllReduceStrategy(comm_dtype_across_nodes=codec, ranks_per_node=1)
+    strategy = fabric_flavour.HybridAllReduceStrategy(between_nodes=Mean(dtype=codec), ranks_per_node=1)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     module = toy.Toy()

@@ -1,4 +1,4 @@
-"""`sync_across_nodes_every`: what each node trains on its own, what is averaged and when, resumed runs, errors."""
+"""`LocalSteps`: what each node trains on its own, what is averaged and when, resumed runs, errors."""
 
 import warnings
 from datetime import timedelta
@@ -7,16 +7,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import Callback
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps, Mean
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.strategy.local_steps import node_average
-from lightning_hybrid.strategy.local_steps.settings import refuse_setup
 from tests import toy
 
 
@@ -71,8 +70,9 @@ def fit(
 ):
     module, seen = Toy(lr=lr, optimizer=optimizer), Seen()
     module.overflows = overflows
+    between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
     strategy = HybridAllReduceStrategy(
-        sync_across_nodes_every=every, ranks_per_node=ranks_per_node, **{"tune": "off", **(options or {})}
+        between_nodes=between_nodes, ranks_per_node=ranks_per_node, comm=Comm(tune="off")
     )
     callbacks = [seen, *settings.pop("callbacks", ())]
     settings = {"limit_val_batches": 0, **settings}
@@ -151,8 +151,7 @@ def test_an_average_travels_narrower_only_where_it_is_asked_for(four_ranks, acro
 def fit_at_rate_zero(across):
     """How far weights are from where they began, and momentum from that of fp32."""
     (exact, _), (narrow, _) = (
-        fit(2, ranks_per_node=1, lr=0.0, options={"comm_dtype_across_nodes": name}, max_epochs=1)
-        for name in (None, across)
+        fit(2, ranks_per_node=1, lr=0.0, options={"dtype": name}, max_epochs=1) for name in (None, across)
     )
     trained = trained_of(toy.Toy())
     moved = (values_of(narrow.lightning_module) - values_of(Toy()))[trained].abs().max()
@@ -199,7 +198,7 @@ def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so
 
 
 def equal_steps(precision, optimizer, across):
-    callbacks, options = [ReplicaCheck(every_n_steps=1)], {"comm_dtype_across_nodes": across}
+    callbacks, options = [ReplicaCheck(every_n_steps=1)], {"dtype": across}
     trainer, seen = fit(
         3, precision=precision, optimizer=optimizer, ranks_per_node=2, callbacks=callbacks, options=options
     )
@@ -233,9 +232,9 @@ class Layerwise(Toy):
 
 def fit_layerwise(name):
     found = []
-    for options in ({}, {"sync_across_nodes_every": 2}):
+    for between_nodes in (Mean(), LocalSteps(every=2)):
         module = Layerwise(optimizer=name)
-        strategy = HybridAllReduceStrategy(ranks_per_node=2, tune="off", **options)
+        strategy = HybridAllReduceStrategy(between_nodes, ranks_per_node=2, comm=Comm(tune="off"))
         trainer = toy.trainer(strategy=strategy, precision="16-true", max_epochs=4, accumulate_grad_batches=2)
         trainer.fit(module, toy.loader())
         found.append(final(trainer))
@@ -256,7 +255,7 @@ def test_layerwise_optimizers_with_accumulation_agree_after_a_mean(four_ranks, n
 def fit_in_phases():
     found = []
     for every, from_step in ((1, 0), (2, 100), (2, 4)):
-        options = {"sync_across_nodes_from_step": from_step}
+        options = {"from_step": from_step}
         found.append(fit(every, ranks_per_node=2, precision="16-true", options=options, max_epochs=4)[1].after)
     return found
 
@@ -269,7 +268,7 @@ def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(
 
 
 def fit_with_outer_step(outer_step):
-    _, seen = fit(4, options={"outer_step": outer_step})
+    _, seen = fit(4, options=outer_step)
     return seen.after[3], seen.after[7]
 
 
@@ -278,7 +277,7 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     start = torch.cat([one.detach().reshape(-1) for _, one in sorted(toy.Toy().named_parameters())])
     (mean, _), (same, _), (far, far_end), (_, moved) = (
         two_ranks.run(fit_with_outer_step, outer)[0]
-        for outer in (None, {"lr": 1.0}, {"lr": 2.0}, {"lr": 2.0, "momentum": 0.5})
+        for outer in ({}, {"outer_lr": 1.0}, {"outer_lr": 2.0}, {"outer_lr": 2.0, "outer_momentum": 0.5})
     )
     trained = trained_of(toy.Toy())
     assert torch.equal(mean, same)
@@ -332,10 +331,10 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
     num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
     for options, once in (
         ({}, 2 * whole / 8),
-        ({"outer_step": {"lr": 0.7, "momentum": 0.9}}, 2 * whole / 8),
-        ({"comm_dtype_across_nodes": "bf16"}, whole / 8),
-        ({"comm_dtype_across_nodes": "int8"}, 2 * num_blocks * (256 + 2)),
-        ({"comm_dtype_across_nodes": "int4"}, 2 * num_blocks * (128 + 2)),
+        (OUTER, 2 * whole / 8),
+        ({"dtype": "bf16"}, whole / 8),
+        ({"dtype": "int8"}, 2 * num_blocks * (256 + 2)),
+        ({"dtype": "int4"}, 2 * num_blocks * (128 + 2)),
     ):
         part, local_steps, exposed_s = four_ranks.run(bytes_of, 4, options)[0]
         assert local_steps == steps == 8
@@ -363,8 +362,8 @@ def fit_and_resume(path, precision, optimizer, options):
     return final(saving), final(resumed), final(fit(3, **kind)[0])
 
 
-OUTER = {"outer_step": {"lr": 0.7, "momentum": 0.9}}
-INT4 = {"comm_dtype_across_nodes": "int4"}
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
+INT4 = {"dtype": "int4"}
 
 
 @pytest.mark.sampled(2)
@@ -398,7 +397,9 @@ def save_after_two_epochs(path):
 def go_on(path, strategy, ranks_per_node):
     module = Toy(lr=0.05)
     if strategy != "ddp":
-        strategy = HybridAllReduceStrategy(sync_across_nodes_every=2, ranks_per_node=ranks_per_node, tune="off")
+        strategy = HybridAllReduceStrategy(
+            between_nodes=LocalSteps(every=2), comm=Comm(tune="off"), ranks_per_node=ranks_per_node
+        )
     trainer = toy.trainer(strategy=strategy, max_epochs=2)
     trainer.fit(module, toy.loader(), ckpt_path=path)
     return final(trainer)
@@ -478,69 +479,15 @@ def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"sync_across_nodes_every": 0},
-            r"^`sync_across_nodes_every` \(=0\) must be a whole number of steps, 1 or more",
-        ),
-        ({"sync_across_nodes_every": 2.0}, r"^`sync_across_nodes_every` \(=2.0\) must be a whole number of steps"),
-        ({"sync_across_nodes_from_step": -1}, r"^`sync_across_nodes_from_step` \(=-1\) must be .* 0 or more"),
-        (
-            {"sync_across_nodes_every": 1, "sync_across_nodes_from_step": 3},
-            r"^`sync_across_nodes_from_step` \(=3\) has no",
-        ),
-        ({"sync_across_nodes_every": 1, "outer_step": {"lr": 0.7}}, r"^`outer_step` .* has no effect"),
-        ({"outer_step": 0.7}, r"^`outer_step` \(=0.7\) must be a mapping with `lr` and `momentum`"),
-        ({"outer_step": {"rate": 1}}, r"^`outer_step` \(=.*rate.*\) must be a mapping"),
-        ({"outer_step": {"lr": 0}}, r"^`outer_step.lr` \(=0\) must be a number in \(0, inf\)"),
-        ({"outer_step": {"momentum": 1}}, r"^`outer_step.momentum` \(=1\) must be a number in \[0, 1\)"),
-        (
-            {"reduction": "adasum"},
-            r"^`reduction` \(='adasum'\) cannot be combined with `sync_across_nodes_every` \(=4\)",
-        ),
-        ({"shard_update": "node"}, r"^`shard_update` \(='node'\) cannot be combined"),
-        (
-            {"comm_dtype_across_nodes": "int8", "error_feedback": True},
-            r"^`error_feedback` \(=True\) cannot be combined",
-        ),
-        ({"comm_dtype_across_nodes": "float16"}, r"^`comm_dtype_across_nodes` \(='float16'\) cannot be combined"),
-        ({"tune": "on"}, r"^`tune` \(='on'\) cannot be combined"),
-        ({"find_unused_parameters": True}, r"^`find_unused_parameters` \(=True\) cannot be combined"),
-    ],
-)
-def test_what_cannot_work_is_refused_where_the_strategy_is_made(options, message):
-    with pytest.raises(ValueError, match=message):
-        HybridAllReduceStrategy(**{"sync_across_nodes_every": 4, **options})
-
-
-def test_a_pipeline_refuses_local_steps():
-    with pytest.raises(ValueError, match=r"^`sync_across_nodes_every` \(=4\) cannot be combined with a pipeline"):
-        HybridPipelineStrategy(sync_across_nodes_every=4)
-
-
 def error_of_other_settings():
     return toy.error_of(fit, 2 if dist.get_rank() else 3)
 
 
 def test_ranks_with_other_periods_are_refused_before_training(two_ranks):
     for error in two_ranks.run(error_of_other_settings):
-        assert error.startswith("ValueError: the plan of communication must be the same on all ranks: `sync_across_")
-
-
-def test_nodes_layers_and_precisions_that_cannot_work_are_refused():
-    even, uneven = Topology(rank=0, nodes=((0,), (1,))), Topology(rank=0, nodes=((0, 1), (2,)))
-    layers = [("net.2", torch.nn.SyncBatchNorm(4))]
-    with pytest.raises(ValueError, match=r"^`sync_across_nodes_every` needs nodes of equal size: .* hold 2, 1 ranks"):
-        refuse_setup(uneven, [], has_grad_scaler=False)
-    with pytest.raises(ValueError, match=r"^`net.2` \(=SyncBatchNorm\) and `sync_across_nodes_every` exclude each"):
-        refuse_setup(even, layers, has_grad_scaler=False)
-    with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\) and `sync_across_nodes_every` exclude each"):
-        refuse_setup(even, [], has_grad_scaler=True)
-    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) and `sync_across_nodes_every` exclude each"):
-        refuse_setup(even, [], [ModelPruning("l1_unstructured")], has_grad_scaler=False)
-    refuse_setup(even, [("net.2", torch.nn.BatchNorm2d(4))], [Callback()], has_grad_scaler=False)
+        assert error.startswith(
+            "ValueError: the plan of communication must be the same on all ranks: `between_nodes` is Loc"
+        )
 
 
 def fit_on_one_node():
@@ -553,7 +500,7 @@ def fit_on_one_node():
 
 def test_on_one_node_a_warning_says_that_there_is_nothing_to_do(two_ranks):
     (warned, same), (silent, also_same) = two_ranks.run(fit_on_one_node)
-    assert warned[0].startswith("`sync_across_nodes_every` (=2) has nothing to do: all ranks share one node")
+    assert warned[0].startswith("`between_nodes` (=LocalSteps(every=2)) has nothing to do: all ranks share one node")
     assert silent == []
     assert same
     assert also_same

@@ -1,4 +1,4 @@
-"""`sync_across_nodes_every` with what users write: Adam, averages of weights, teachers, steps left out, a search."""
+"""`LocalSteps` with what users write: Adam, averages of weights, teachers, steps left out, a search."""
 
 import warnings
 from datetime import timedelta
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.strategy.local_steps.extension import OUTER_MOMENTUM
@@ -21,7 +21,8 @@ def weights_of(module):
 
 
 def fit(module, options, **settings):
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, tune="off", timeout=timedelta(seconds=45), **options)
+    steps, comm = LocalSteps(**options), Comm(tune="off")
+    strategy = HybridAllReduceStrategy(steps, ranks_per_node=1, comm=comm, timeout=timedelta(seconds=45))
     ckpt_path = settings.pop("ckpt_path", None)
     trainer = toy.trainer(strategy=strategy, **{"limit_val_batches": 0, **settings})
     trainer.fit(module, toy.loader(64), ckpt_path=ckpt_path)
@@ -54,7 +55,7 @@ class Rows(pl.LightningModule):
 
 def changes(kind, across):
     module = Rows(kind)
-    fit(module, {"sync_across_nodes_every": 4, "comm_dtype_across_nodes": across}, max_epochs=1)
+    fit(module, {"every": 4, "dtype": across}, max_epochs=1)
     return max(module.changes)
 
 
@@ -85,13 +86,13 @@ AVERAGES = {
 def fit_and_export(name, options):
     module = Exports(lr=0.05)
     callbacks = [AVERAGES[name]()] if name else []
-    fit(module, {"sync_across_nodes_every": 3} | options, max_steps=5, callbacks=callbacks)
+    fit(module, {"every": 3} | options, max_steps=5, callbacks=callbacks)
     return module.exported, weights_of(module)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(None, {}), ("ema", {}), ("ema", {"outer_step": {"lr": 0.7, "momentum": 0.9}}), ("swa", {})],
+    [(None, {}), ("ema", {}), ("ema", {"outer_lr": 0.7, "outer_momentum": 0.9}), ("swa", {})],
 )
 def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, name, options):
     """They come before those of a strategy: each node had its own weights there, and its own average after."""
@@ -121,7 +122,7 @@ class Apart(Callback):
 
 def leave_out():
     module, seen = LeavesOut(lr=0.05), Apart()
-    fit(module, {"sync_across_nodes_every": 2}, max_steps=5, callbacks=[seen])
+    fit(module, {"every": 2}, max_steps=5, callbacks=[seen])
     return weights_of(module), seen.seen
 
 
@@ -150,7 +151,7 @@ class ByHand(toy.Toy):
 def warn_of_steps():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(ByHand(), {"sync_across_nodes_every": 2}, max_epochs=1)
+        fit(ByHand(), {"every": 2}, max_epochs=1)
     return [str(one.message) for one in caught]
 
 
@@ -177,7 +178,7 @@ class Teacher(toy.Toy):
 
 def teach():
     module = Teacher()
-    fit(module, {"sync_across_nodes_every": 2}, max_steps=5)
+    fit(module, {"every": 2}, max_steps=5)
     return module.teacher.weight.clone(), module.fixed.weight.clone()
 
 
@@ -204,7 +205,7 @@ class Counts(toy.Toy):
 
 def count():
     module = Counts()
-    fit(module, {"sync_across_nodes_every": 2}, max_steps=5)
+    fit(module, {"every": 2}, max_steps=5)
     return module.centres, module.centre[0].item()
 
 
@@ -233,8 +234,8 @@ def search_first(folder, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_across_nodes_every": 2, "sync_across_nodes_from_step": 2},
-        {"sync_across_nodes_every": 2, "outer_step": {"lr": 0.7, "momentum": 0.9}},
+        {"every": 2, "from_step": 2},
+        {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
     ],
     ids=["post-local", "outer step"],
 )
@@ -257,7 +258,7 @@ class Saves(Callback):
 
 
 def resume_and_save(path):
-    options = {"sync_across_nodes_every": 2, "outer_step": {"lr": 0.7, "momentum": 0.9}}
+    options = {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
     fit(toy.Toy(), options, max_epochs=1, callbacks=[Saves(path)])
     (file,) = [one for one in path.iterdir() if one.name != "0.ckpt"]
     first = torch.load(file, weights_only=True)[OUTER_MOMENTUM]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests import toy
 
@@ -117,7 +117,7 @@ def fit(
     """What a fit leaves, and what it saw."""
     module = Module(make_optimizer, is_cut, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(tune="off", **{**scale, **(options or {})})
+    strategy = HybridAllReduceStrategy(**{"comm": Comm(tune="off"), **scale, **(options or {})})
     trainer = toy.trainer(
         strategy=strategy,
         precision=precision,

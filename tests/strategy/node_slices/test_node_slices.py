@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.prune import identity
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, TrainingMetrics
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.run_status import run_status
@@ -132,7 +132,10 @@ def test_a_penalty_on_weights_in_the_loss_is_as_strong_as_on_whole_layers(rank_p
 
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
-    kwargs = {"options": {"ranks_per_node": 2, "comm_dtype": "float16"}, "module_options": {"looks": False}}
+    kwargs = {
+        "options": {"ranks_per_node": 2, "comm": Comm(tune="off", dtype="float16")},
+        "module_options": {"looks": False},
+    }
     for found, _, _ in four_ranks.run(both, sgd, "32-true", kwargs):
         assert BOUND < found["weights"] < HALF_BOUNDS["16-true"], found
 
@@ -259,7 +262,7 @@ def drawn(averages):
     for is_cut in (False, True):
         module = Draws(sgd, is_cut, looks=False)
         callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
-        strategy = HybridAllReduceStrategy(tune="off", timeout=timedelta(seconds=10))
+        strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), timeout=timedelta(seconds=10))
         # With the sanity check: training goes on with slices after it.
         toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
             module, loader(2), loader(1)
@@ -478,38 +481,11 @@ def test_a_pair_has_two_names():
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 
-def test_what_needs_whole_weights_is_refused():
-    with pytest.raises(ValueError, match=r"^`reduction` \(='adasum'\) and `node_slices` \(=\(\)\) exclude each other"):
-        refusals.refuse_options((), precision="32-true", module=sliced.Net(), reduction=("adasum", "mean"))
-    with pytest.raises(ValueError, match=r"^`precision` \(='16-mixed'\)"):
-        refusals.refuse_options((), precision="16-mixed", module=sliced.Net())
-    with pytest.raises(ValueError, match=r"^`callbacks` \(=StochasticWeightAveraging\)"):
-        refusals.refuse_callbacks([pl.callbacks.StochasticWeightAveraging(1e-2)])
-    net = sliced.Net()
-    pruning = pl.callbacks.ModelPruning("l1_unstructured", parameters_to_prune=[(net.fc6, "weight")])
-    with pytest.raises(ValueError, match=r"^`callbacks` \(=ModelPruning\) cannot prune layers of `node_slices`"):
-        refusals.refuse_callbacks([pruning], cut=[net.fc6])
-    refusals.refuse_callbacks([pruning], cut=[net.fc7])
-    net.trunk._compiled_call_impl = object()  # as `net.trunk.compile()` leaves it, without importing the compiler
-    with pytest.raises(ValueError, match=r"^`trunk` \(=Sequential\) is compiled"):
-        refusals.refuse_options((), precision="32-true", module=net)
-
-
-def test_optimizers_with_norms_of_their_own_are_refused():
-    net = sliced.Net()
-    slices = {id(net.fc6.weight)}
-    with pytest.raises(ValueError, match=r"^`optimizer` \(=Adafactor\) cannot train slices"):
-        refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.parameters())], slices)
-    with pytest.raises(ValueError, match=r'^`direction` \(="orthogonal"\)'):
-        refusals.refuse_optimizers_with_norms([lars(net, fused=False, direction="orthogonal")], slices)
-    refusals.refuse_optimizers_with_norms([torch.optim.Adafactor(net.trunk.parameters()), lars(net)], slices)
-
-
 def fit_with(options):
     return toy.error_of(fit, sgd, "32-true", True, num=1, options=options)
 
 
-@pytest.mark.parametrize(("name", "value"), [("shard_update", "node"), ("sync_across_nodes_every", 2)])
+@pytest.mark.parametrize(("name", "value"), [("shard_update", "node"), ("between_nodes", LocalSteps(every=2))])
 def test_a_fit_is_refused_before_training(two_ranks, name, value):
     for error in two_ranks.run(fit_with, {name: value}):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"

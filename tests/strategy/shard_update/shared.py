@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.placement import BLOCK
 from tests import toy
 
@@ -72,7 +72,9 @@ def fit(optimizer, precision, shard_update, num=4, options=None, module_options=
     """Weights after the fit, those in each step, whole optimizer state on rank zero, and skipped steps."""
     module = Sizes(optimizer, **(module_options or {}))
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(shard_update=shard_update, tune="off", **scale, **(options or {}))
+    strategy = HybridAllReduceStrategy(
+        **{"shard_update": shard_update, "comm": Comm(tune="off"), **scale, **(options or {})}
+    )
     settings |= {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [*callbacks, SeesWeights()]}
     trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, batches(num))

@@ -50,43 +50,6 @@ def error_of_a_fit(optimizer=sgd, precision="32-true", world=None, **options):
     return error, len(seen)
 
 
-REFUSED = {
-    adam_of_ones_own: "`optimizer` (=Adam) cannot be shared by `shard_update` (='node'): its step may need whole",
-    adafactor: "`optimizer` (=Adafactor) cannot be shared",
-    orthogonal: '`direction` (="orthogonal") and `shard_update` (="node") exclude each other: it needs whole matrices.',
-    two_over_one: "returned a parameter of shape (64, 128, 3, 3) in the optimizers 0 and 1: with `shard_update`",
-}
-
-
-@pytest.mark.parametrize("optimizer", REFUSED)
-def test_optimizers_that_need_whole_tensors_are_refused_before_training(two_ranks, optimizer):
-    for error, num_batches in two_ranks.run(error_of_a_fit, optimizer):
-        assert error.startswith("ValueError: ")
-        assert REFUSED[optimizer] in error
-        assert "leave `strategy.shard_update` out" in error
-        assert num_batches == 0
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_precisions_whose_step_is_not_made_on_parts_are_refused(two_ranks, precision):
-    for error, num_batches in two_ranks.run(error_of_a_fit, sgd, precision):
-        assert f"`precision` (='{precision}') and `shard_update` (='node') exclude each other" in error
-        assert num_batches == 0
-
-
-def on_nodes_of_two_and_one():
-    return error_of_a_fit(world=((0, 1), (2,)))
-
-
-def test_nodes_of_different_size_are_refused(three_ranks):
-    for error, num_batches in three_ranks.run(on_nodes_of_two_and_one):
-        assert error.startswith(
-            "ValueError: `shard_update` (='node') needs nodes of equal size: the parts of a tensor are the same on "
-            "every node, and here nodes hold 2 and 1 ranks. Launch equal nodes, or leave `strategy.shard_update` out."
-        )
-        assert num_batches == 0
-
-
 def alone():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,12 +59,6 @@ def alone():
 
 def test_one_rank_on_each_node_is_a_warning_and_trains(two_ranks):
     assert two_ranks.run(alone) == [("", True), ("", False)]
-
-
-@pytest.mark.parametrize("setting", ["world", 2, True])
-def test_other_settings_are_refused(setting):
-    with pytest.raises(ValueError, match="must be off or node"):
-        HybridAllReduceStrategy(shard_update=setting)
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.stats.link_bytes import traffic_of
 from lightning_hybrid.optim import LAMB, LARS
@@ -66,7 +66,7 @@ def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, preci
 
 
 def test_two_nodes_combined_by_adasum_share_the_update_to_the_bit(four_ranks):
-    kwargs = {"options": {"reduction": "adasum", "ranks_per_node": 2}}
+    kwargs = {"options": {"between_nodes": Adasum(), "ranks_per_node": 2}}
     for found, _ in four_ranks.run(both, sgd, "16-true", kwargs):
         assert found == ALL_SAME
 
@@ -178,7 +178,7 @@ def scattered(optimizer, precision, kwargs, options):
     return found, skipped, counts.num
 
 
-SMALL_BUCKETS = {"algorithm": "two_level", "bucket_bytes": 64 * 1024}
+SMALL_BUCKETS = {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(4, 2)], [(2, 2), (3, 3), (4, 2)]))
@@ -310,7 +310,7 @@ def resumed_on_other_nodes(path, precision):
     def begun_and_resumed(shard_update, *ranks_per_node):
         for name, resume, ranks in zip(("begun", "again"), (None, "begun/two.ckpt"), ranks_per_node, strict=True):
             options = {
-                "algorithm": "flat",
+                "comm": Comm(algorithm="flat"),
                 "ranks_per_node": ranks,
                 "resume": resume and f"{path}/{shard_update}/{resume}",
             }

@@ -1,0 +1,234 @@
+"""What excludes what: one table, which makes the errors; the page of options and one test are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.run_status import has_grad_scaler
+from lightning_hybrid.strategy.options import Adasum, BetweenNodes, Comm, LocalSteps
+
+# Their step treats each element by itself, so a part of a tensor is as good as the whole.
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop".split()
+)
+
+PRECISIONS = ("16-true", "bf16-true", "32-true")
+"""Those of which parts of a model are proved to train what the whole trains."""
+
+_MEAN = "take `Mean` between nodes (`strategy/between_nodes=mean`)"
+
+CURES = {
+    # options
+    "adasum": _MEAN,
+    "local steps": _MEAN,
+    "narrow sums": "leave `strategy.between_nodes.dtype` out",
+    "codec": "leave `strategy.between_nodes.dtype` out, or set it to float16",
+    "error feedback": "leave `strategy.between_nodes.error_feedback` out",
+    "shard update": "leave `strategy.shard_update` out",
+    "node slices": "leave `node_slices` (in recipes `model.slice_fc`) out",
+    "algorithm": "leave `strategy.comm.algorithm` out",
+    "planner": "leave `strategy.comm.plan` out",
+    "tune": "leave `strategy.comm.tune` out",
+    "extensions": "leave `strategy.extensions` out",
+    "unused parameters": "leave `strategy.find_unused_parameters` out",
+    "pipeline": "take strategy='hybrid_allreduce'",
+    "Fabric": "take the Trainer's strategy",
+    # the run
+    "unequal nodes": "launch equal nodes",
+    "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
+    "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
+    "accumulation": "set strategy.num_microbatches to that many times what it is, and the batch of the loader too",
+    "manual optimization": "return the loss from `training_step`",
+    "manual steps": "take 32-true or bf16-true",
+    "SyncBatchNorm": "leave trainer.sync_batchnorm out",
+    "compiled": "leave torch.compile out (in recipes compile=false)",
+    "ModelPruning": "prune before or after training",
+    "pruned slices": "give it other layers by `parameters_to_prune`",
+    "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
+    "BaseFinetuning": "set `requires_grad`, and thaw between fits",
+    "GradientAccumulationScheduler": "set strategy.num_microbatches",
+    "whole tensors": "take LARS, LAMB or one of torch's that treat elements one by one "
+    f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
+    "orthogonal": 'take direction="momentum"',
+    "two owners": "give each parameter to one optimizer",
+}
+"""What options and runs may have, and how to do without it."""
+
+
+class Pair(NamedTuple):
+    """Two things that a run cannot have together."""
+
+    one: str
+    other: str
+    why: str
+
+
+_WHOLE = "it works on gradients and weights that every rank has whole"
+_RULES = "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
+_RULE_OF_SCALE = (
+    "residuals follow the loss scale and its skipped steps, which Lightning's gradient scaler keeps to itself"
+)
+_SEVERAL = "a sum may be used by several optimizers, of which some skip their step, and has one residual"
+_PROVED = ", ".join(PRECISIONS)
+
+EXCLUDED = tuple(
+    Pair(*row)
+    for row in (
+        ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
+        ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
+        ("tune", "adasum", "Adasum has one algorithm, so there is nothing to try"),
+        ("shard update", "local steps", "an average needs whole masters"),
+        ("tune", "local steps", "there is no all-reduce over all ranks in each step whose plan could be tried"),
+        ("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
+        ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
+        ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
+        ("adasum", "pipeline", "data ranks average the gradients of their stages"),
+        ("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
+        ("local steps", "pipeline", "its stages may be on several nodes"),
+        ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
+        ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
+        ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
+        ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
+        ("tune", "Fabric", "the number of steps is not known"),
+        *(
+            (name, "node slices", _WHOLE)
+            for name in ("pipeline", "shard update", "adasum", "narrow sums", "local steps")
+        ),
+        # with what the run has
+        ("unequal nodes", "local steps", "each node counts as much in the average"),
+        ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
+        ("unequal nodes", "node slices", "a slice is the same on every node"),
+        ("precision", "shard update", f"the update is shared with {_PROVED}"),
+        ("precision", "node slices", f"all slices get one verdict on overflow with {_PROVED}"),
+        ("precision", "pipeline", f"{_PROVED} alone are proved against accumulation"),
+        ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
+        ("gradient scaler", "error feedback", _RULE_OF_SCALE),
+        ("manual steps", "error feedback", _SEVERAL),
+        ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
+        ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
+        ("SyncBatchNorm", "pipeline", "each micro-batch has its statistics, as batches of an accumulation have"),
+        (
+            "SyncBatchNorm",
+            "local steps",
+            "it waits for all ranks in every forward; statistics are averaged with weights",
+        ),
+        ("compiled", "node slices", "ranks talk in the middle of its forward"),
+        ("ModelPruning", "local steps", "each node would prune by its own weights"),
+        ("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
+        ("pruned slices", "node slices", "its masks are as large as whole weights"),
+        ("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
+        ("StochasticWeightAveraging", "node slices", "its copy has whole layers, and each rank slices to add to it"),
+        ("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
+        ("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
+        ("whole tensors", "shard update", _RULES),
+        ("whole tensors", "node slices", _RULES),
+        ("orthogonal", "shard update", "it needs whole matrices; without sharing, ranks of a node divide its work"),
+        ("orthogonal", "node slices", "it needs whole matrices"),
+        ("two owners", "shard update", "a part of it can stand in one of them only"),
+    )
+)
+
+
+def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseException] = ValueError) -> None:
+    """Check that nothing found in options and run excludes another; `found`: `name` (=value) by the names of `CURES`.
+
+    Raises:
+        ValueError: or `error`: with both, the reason and how to do without either.
+
+    >>> refuse_excluded({"tune": "`comm.tune` (='on')", "adasum": "`between_nodes` (=Adasum())"})
+    Traceback (most recent call last):
+    ValueError: `comm.tune` (='on') and `between_nodes` (=Adasum()) exclude each other: Adasum has one algorithm, so \
+there is nothing to try. Leave `strategy.comm.tune` out, or take `Mean` between nodes (`strategy/between_nodes=mean`).
+    """
+    for one, other, why in EXCLUDED:
+        if one in found and other in found:
+            cure = f"{CURES[one][0].upper()}{CURES[one][1:]}, or {CURES[other]}"
+            raise error(f"{found[one]} and {found[other]} exclude each other: {why}. {cure}.")
+
+
+def in_options(
+    between_nodes: BetweenNodes, comm: Comm, *, shard_update: str, for_ddp: Mapping[str, Any], extensions: Any = None
+) -> dict[str, str]:
+    """Return what options ask for."""
+    between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire
+    planner = f"`comm.plan` (=a {type(comm.planner).__name__})"
+    found = {
+        "adasum": (isinstance(between_nodes, Adasum), between),
+        "local steps": (isinstance(between_nodes, LocalSteps), between),
+        "narrow sums": (wire is not None, between),
+        "codec": (isinstance(wire, Codec), between),
+        "error feedback": (isinstance(wire, Codec) and wire.error_feedback, between),
+        "shard update": (shard_update == "node", "`shard_update` (='node')"),
+        "planner": (comm.planner is not None, planner),
+        "tune": (comm.tuning == "on", "`comm.tune` (='on')"),
+        "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
+        "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
+    }
+    algorithm = comm.made_plan().algorithm
+    if algorithm not in ("auto", "hierarchical"):
+        found["algorithm"] = (True, f"`comm.algorithm` (={algorithm!r})")
+    return {name: text for name, (is_there, text) in found.items() if is_there}
+
+
+def in_nodes(topology: Topology) -> dict[str, str]:
+    """Return what of the nodes excludes options."""
+    sizes = ", ".join(str(len(node)) for node in topology.nodes)
+    return {} if topology.ranks_per_node else {"unequal nodes": f"Nodes of different size (={sizes} ranks)"}
+
+
+def in_precision(plugin: Any) -> dict[str, str]:
+    """Return what of the precision excludes options."""
+    text = f"`precision` (={plugin.precision!r})"
+    found = {} if plugin.precision in PRECISIONS else {"precision": text}
+    return found | ({"gradient scaler": text} if has_grad_scaler(plugin) else {})
+
+
+def in_module(module: nn.Module) -> dict[str, str]:
+    """Return what of the layers excludes options."""
+    found = {}
+    for name, layer in module.named_modules():
+        text = f"`{name or 'the module'}` (={type(layer).__name__})"
+        if isinstance(layer, nn.SyncBatchNorm):
+            found["SyncBatchNorm"] = text
+        if hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
+            found.setdefault("compiled", f"{text}, which is compiled,")
+    return found
+
+
+def in_callbacks(callbacks: Iterable[Any], *, cut: Container[nn.Module] = ()) -> dict[str, str]:
+    """Return what callbacks do that excludes options; `cut`: layers that are to be slices."""
+    found = {}
+    for callback in callbacks:
+        text = f"`callbacks` (={type(callback).__name__})"
+        for name in ("ModelPruning", "StochasticWeightAveraging", "BaseFinetuning", "GradientAccumulationScheduler"):
+            if isinstance(callback, lightning_types(f"pytorch.callbacks.{name}")):
+                found[name] = text
+                if name == "ModelPruning" and any(layer in cut for layer, _ in callback._parameters_to_prune or ()):
+                    found["pruned slices"] = text
+    return found
+
+
+def in_optimizers(optimizers: Iterable[Optimizer], *, of: Container[int] | None = None) -> dict[str, str]:
+    """Return what of optimizers excludes options; `of`: parameters by `id`, None for all."""
+    found, owners = dict[str, str](), dict[int, int]()
+    for place, optimizer in enumerate(optimizers):
+        groups = [group for group in optimizer.param_groups if of is None or any(id(p) in of for p in group["params"])]
+        # By the exact type: a subclass may look at norms.
+        if groups and type(optimizer) not in ELEMENTWISE and not hasattr(optimizer, "parts"):
+            found.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
+        if any(group.get("direction") == "orthogonal" for group in groups):
+            found["orthogonal"] = '`direction` (="orthogonal")'
+        for parameter in (one for group in groups for one in group["params"]):
+            if (first := owners.setdefault(id(parameter), place)) != place:
+                shape = tuple(parameter.shape)
+                found["two owners"] = f"A parameter (of shape {shape}) in the optimizers {first} and {place}"
+    return found

@@ -1,0 +1,313 @@
+"""Values that a user gives a strategy; what can only be one of several is one argument with several classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from lightning_hybrid.checks import require_choice, require_number, require_whole
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.codec.codec import Codec
+
+_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name in (full, short)}
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
+
+    def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
+        """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
+
+        Sums that go through a codec between nodes have `codec_bits=8` or `4` besides.
+        """
+
+
+class _Value:
+    # As the user would write it: what is left at its default is left out.
+
+    def __repr__(self) -> str:
+        given = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
+
+
+class BetweenNodes(_Value):
+    """What happens between nodes: `Mean`, `Adasum` or `LocalSteps`."""
+
+    # No dataclass: LightningCLI then asks for a class and keeps it. It takes the first dataclass of a union that fits.
+
+    @property
+    def on_wire(self) -> torch.dtype | Codec | None:
+        """What travels between nodes; None: the dtype that sums have."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Mean(BetweenNodes):
+    """The mean of the nodes' gradients, in each step.
+
+    Args:
+        dtype: dtype of sums between nodes only, those inside a node keep more digits; None: as in the node. Also
+            `"int8"` or `"int4"`: rounded to 8 or 4 bits without bias, see comm/README.md.
+        error_feedback: with these, whether sums are rounded to the nearest, and errors added to the next step's.
+
+    Raises:
+        ValueError: `dtype` names none, or there is no codec whose errors could be fed back.
+
+    >>> Mean(dtype="int4", error_feedback=True), str(Mean(dtype="int4", error_feedback=True).on_wire), Mean().on_wire
+    (Mean(dtype='int4', error_feedback=True), 'int4 with error feedback (seed 0)', None)
+    """
+
+    dtype: str | torch.dtype | None = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        name, dtype = "between_nodes.error_feedback", _on_wire(self.dtype)
+        why = "whether errors of rounding are added to the sums of the next step"
+        require_choice(name, self.error_feedback, (True, False), why)
+        if self.error_feedback and not isinstance(dtype, Codec):
+            own = "None" if dtype is None else str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"`{name}` (=True) needs a codec between nodes, and `between_nodes.dtype` is {own}: only what int8 and "
+                "int4 round away is kept. Set strategy.between_nodes.dtype to int8 or int4, or leave "
+                f"`strategy.{name}` out."
+            )
+
+    @property
+    def on_wire(self) -> torch.dtype | Codec | None:
+        """What sums travel in between nodes."""
+        dtype = _on_wire(self.dtype)
+        return replace(dtype, error_feedback=self.error_feedback) if isinstance(dtype, Codec) else dtype
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Adasum(BetweenNodes):
+    """For each parameter the Adasum of the nodes' mean gradients, in each step.
+
+    It is their mean where they agree and their sum where they are orthogonal.
+
+    Source: Maleki et al. 2020 (arXiv:2006.02924).
+    """
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LocalSteps(BetweenNodes):
+    """Steps of each node on its own: weights and momentum are averaged over nodes after every `every` of them.
+
+        w <- mean over nodes of w        after steps from_step + every, from_step + 2 * every, ...
+
+    Args:
+        every: optimizer steps from one average to the next; 2 or more.
+        from_step: up to that step gradients are averaged over all ranks in each step.
+        dtype: in which what weights have moved travels: None (fp32), `"bfloat16"`, `"int8"` or `"int4"`.
+        outer_lr, outer_momentum: of a Nesterov step from the last common weights to the next, 0.7 and 0.9 in DiLoCo; 1
+            and 0: the average itself.
+
+    Raises:
+        ValueError: a value cannot work.
+
+    Source: Stich 2019 (arXiv:1805.09767); Lin et al. 2020 (arXiv:1808.07217); Douillard et al. 2023 (arXiv:2311.08105).
+
+    >>> steps = LocalSteps(every=4, from_step=2)
+    >>> [step for step in range(12) if steps.end_at(step)]      # after so many optimizer steps
+    [6, 10]
+    """
+
+    every: int
+    from_step: int = 0
+    dtype: str | torch.dtype | None = None
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check each."""
+        why = (
+            "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
+            "`Mean()`, gradients averaged over all ranks in every step: set strategy/between_nodes=mean"
+        )
+        require_whole("between_nodes.every", self.every, why, least=2, unit="steps")
+        why = "it counts optimizer steps that are synchronous, before nodes train on their own. Leave it out for none"
+        require_whole("between_nodes.from_step", self.from_step, why, least=0, unit="steps")
+        why = "it multiplies what the average has moved. 1 takes the average"
+        require_number("between_nodes.outer_lr", self.outer_lr, why, above=True)
+        why = "past periods would never fade. DiLoCo's is 0.9"
+        require_number("between_nodes.outer_momentum", self.outer_momentum, why, high=1)
+        if self.on_wire is torch.float16:
+            raise ValueError(
+                f"`between_nodes.dtype` (={self.dtype!r}) cannot carry what weights have moved: it has no loss scale "
+                "and can be below what fp16 holds. Set strategy.between_nodes.dtype to bfloat16, int8 or int4, or "
+                "leave it out."
+            )
+
+    @property
+    def on_wire(self) -> torch.dtype | Codec | None:
+        """What weights, and gradients before `from_step`, travel in between nodes."""
+        return _on_wire(self.dtype)
+
+    def end_at(self, num_steps: int) -> bool:
+        """Return whether a period ends after the run's first `num_steps` optimizer steps."""
+        return num_steps > self.from_step and (num_steps - self.from_step) % self.every == 0
+
+    def num_periods(self, num_steps: int) -> int:
+        """Return how many periods have ended after the run's first `num_steps` optimizer steps."""
+        return max(0, num_steps - self.from_step) // self.every
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether the next common weights are another thing than the average."""
+        return self.outer_lr != 1 or self.outer_momentum != 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comm(_Value):
+    """How sums are carried out, which changes them by rounding alone.
+
+    Args:
+        algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
+            (reduce in the node, ring of node leaders, broadcast), `"two_level"` (scatter-reduce in the node, all-reduce
+            across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
+        bucket_bytes: size at which gradients are fused into one buffer; bytes.
+        plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
+            JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
+        dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
+        tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
+            noise. `"auto"`: on several nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
+
+    Raises:
+        ValueError: a value cannot work, or `plan` and what it stands for are both given.
+    """
+
+    algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto"
+    bucket_bytes: int | None = None
+    plan: CommPlan | Planner | str | None = None
+    dtype: str | torch.dtype | None = None
+    tune: Literal["auto", "on", "off"] | bool = "auto"
+
+    def __post_init__(self) -> None:
+        """Check each, the file of a plan too."""
+        self.made_plan()
+        dtype_from(self.dtype, name="comm.dtype")
+        why = "whether the plan of communication is tuned in the first steps. Leave `strategy.comm.tune` out for auto"
+        require_choice("comm.tune", self.tune, ("auto", "on", "off", True, False), why)
+
+    @property
+    def tuning(self) -> Literal["auto", "on", "off"]:
+        """`tune`, of which YAML reads `on` and `off` as booleans."""
+        return {True: "on", False: "off"}.get(self.tune, self.tune)  # type: ignore[arg-type, return-value]
+
+    @property
+    def on_wire(self) -> torch.dtype | None:
+        """`dtype`, as torch's."""
+        return dtype_from(self.dtype, name="comm.dtype")
+
+    @property
+    def planner(self) -> Planner | None:
+        """What chooses the plan when training starts."""
+        return self.plan if isinstance(self.plan, Planner) else None
+
+    def made_plan(self) -> CommPlan:
+        """Return the plan, or read it from its file, or make it from the two options that need none.
+
+        For a planner it is the library's own plan, until the planner is asked.
+
+        Raises:
+            ValueError: a plan and one of the options were given, or a value cannot work.
+        """
+        plan, size = self.plan, self.bucket_bytes
+        if plan is None:
+            made = CommPlan(algorithm=self.algorithm)
+            return made if size is None else replace(made, bucket_bytes=size, num_buckets=1)
+        if self.algorithm != "auto" or size is not None:
+            raise ValueError(
+                f"`comm.plan` (={plan!r}) says which algorithm and what bucket size are used: leave `comm.algorithm` "
+                "and `comm.bucket_bytes` out, or the plan."
+            )
+        if isinstance(plan, Planner):
+            return CommPlan()
+        if isinstance(plan, CommPlan):
+            return plan
+        try:
+            return CommPlan.from_json(Path(plan).read_text())
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`comm.plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
+                "`CommPlan(...).to_json()`, or leave `strategy.comm.plan` out."
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(_Value):
+    """What a run says of its communication.
+
+    Args:
+        trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
+        link_bytes_per_s: rate of a node's link to the others, in each direction; only for metrics and report.
+
+    Raises:
+        ValueError: a value cannot work.
+    """
+
+    trace_dir: str | None = None
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
+            raise ValueError(
+                f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "
+                "`strategy.report.trace_dir` out for None."
+            )
+        rate: Any = self.link_bytes_per_s
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if rate is not None and not (is_number and 0 < rate < math.inf):
+            raise ValueError(
+                f"`report.link_bytes_per_s` (={rate!r}) must be None or a number of bytes per second above zero: it is "
+                "what a node's link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where "
+                "it is not known."
+            )
+
+
+def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
+    """Raise `ValueError` unless an argument is one of its classes' values: text or a dictionary is none."""
+    if not isinstance(value, kinds):
+        names = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+        raise ValueError(
+            f"`{name}` (={value!r:.80}) must be {names}, of `lightning_hybrid`: fields are checked where they "
+            f"stand. Write {name}={example}."
+        )
+
+
+def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:
+    """Return the dtype that an option names; `more`: what else it may name, for the error.
+
+    Raises:
+        ValueError: it names no dtype of a gradient.
+
+    >>> [dtype_from(name, name="comm.dtype") for name in ("fp16", "torch.bfloat16", None)]
+    [torch.float16, torch.bfloat16, None]
+    """
+    if setting is None or (isinstance(setting, torch.dtype) and setting in _DTYPES.values()):
+        return setting
+    if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[setting.removeprefix("torch.")]
+    cure = ""
+    if str(setting).removeprefix("torch.") in ("int8", "int4"):
+        cure = f" Sums have to hold them as they are: 8 and 4 bits are for strategy.between_nodes.dtype={setting}."
+    raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
+
+
+def _on_wire(setting: str | torch.dtype | None) -> torch.dtype | Codec | None:
+    # What `between_nodes.dtype` names.
+    name = str(setting).removeprefix("torch.")
+    if name in ("int8", "int4"):
+        return Codec(bits=8 if name == "int8" else 4)
+    return dtype_from(setting, name="between_nodes.dtype", more=("int8", "int4"))

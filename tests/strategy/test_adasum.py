@@ -1,0 +1,172 @@
+"""`Adasum` between nodes: what a fit gets by it, and what is refused or warned of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_hybrid import Adasum, HybridAllReduceStrategy
+from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
+from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from tests import toy
+from tests.reference.adasum import of_buckets
+
+NUMELS = (300, 7)
+
+
+class Slopes(pl.LightningModule):
+    """Two parameters whose gradients are what the rank drew, from 1 to 2 on its share, or everywhere; or inf."""
+
+    def __init__(self, *, apart=False, inf_at=None, optimizer=None):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in NUMELS])
+        self.apart, self.inf_at, self.optimizer = apart, inf_at, optimizer
+
+    def training_step(self, batch, batch_idx):
+        drawn = slopes(dist.get_rank(), apart=self.apart)
+        if self.inf_at == (dist.get_rank(), batch_idx):
+            drawn[0] = drawn[0] * float("inf")
+        return sum((weight.float() * slope).sum() for weight, slope in zip(self.weights, drawn, strict=True))
+
+    def configure_optimizers(self):
+        return (self.optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(self.parameters())
+
+
+def slopes(rank, *, apart):
+    generator = torch.Generator().manual_seed(rank)
+    found = [1 + torch.randint(0, 64, (numel,), generator=generator) / 64 for numel in NUMELS]
+    return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found] if apart else found
+
+
+def fit(precision, options, module, **settings):
+    """Steps of SGD at a rate of 1: the weights, negated, and the trainer."""
+    strategy = HybridAllReduceStrategy(between_nodes=Adasum(), **options)
+    trainer = toy.trainer(strategy=strategy, precision=precision, **{"max_steps": 1, **settings})
+    trainer.fit(module, toy.loader())
+    return [-weight.detach().clone() for weight in module.weights], trainer
+
+
+def one_step(precision, apart, options):
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_hybrid.strategy.comm_setup.rank_zero_info", lines.append)
+        return fit(precision, options, Slopes(apart=apart))[0], lines
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["oblique", "orthogonal"])
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, apart):
+    per_rank = four_ranks.run(one_step, precision, apart, {"ranks_per_node": 2, "loss_scale": 256.0})
+    alone = [torch.cat(slopes(rank, apart=apart)) for rank in range(4)]
+    expected = of_buckets(alone, NUMELS, ((0, 1), (2, 3)))
+    bound = {"32-true": 1e-6, "16-true": 2 * 2**-11, "bf16-true": 2 * 2**-8}[precision]
+    for moved, _ in per_rank:
+        for weight, first, sum_of_nodes in zip(moved, per_rank[0][0], expected, strict=True):
+            assert torch.equal(weight, first)
+            assert (weight.double() - sum_of_nodes / 2).norm() <= bound * (sum_of_nodes / 2).norm()
+            if apart:  # the sum of both nodes' means, which no mean of all is
+                assert torch.equal(weight, (sum_of_nodes / 2).float())
+    assert re.search(r"4 ranks = 2 nodes x 2; .*hierarchical; plan \w+; Adasum between nodes$", per_rank[0][1][0])
+
+
+def with_an_overflow():
+    scale = DynamicLossScale(init_scale=256.0, growth_interval=100)
+    options = {"ranks_per_node": 1, "loss_scale": scale}
+    moved, trainer = fit("16-true", options, Slopes(inf_at=(1, 0)), max_steps=2, max_epochs=1)
+    return moved, float(trainer.precision_plugin.loss_scale.value), trainer.precision_plugin.num_skipped_steps
+
+
+def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_ranks):
+    per_rank = two_ranks.run(with_an_overflow)
+    expected = of_buckets([torch.cat(slopes(rank, apart=False)) for rank in range(2)], NUMELS, ((0,), (1,)))
+    for moved, scale, num_skipped in per_rank:
+        assert (scale, num_skipped) == (128.0, 1)
+        for weight, first, right in zip(moved, per_rank[0][0], expected, strict=True):
+            assert torch.equal(weight, first)
+            assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
+
+
+def in_fabric():
+    fabric = Fabric(
+        strategy=FabricHybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1), accelerator="cpu", devices=2
+    )
+    fabric.launch()
+    weight = nn.ParameterList([nn.Parameter(torch.zeros(300))])
+    module = type("Slope", (nn.Module,), {"forward": lambda self, x: (self.weight[0] * x).sum()})()
+    module.weight = weight
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    fabric.backward(model(slopes(dist.get_rank(), apart=False)[0]))
+    optimizer.step()
+    moved = -weight[0].detach().clone()
+    fabric.strategy.teardown()
+    return moved
+
+
+def test_it_is_there_in_fabric(two_ranks):
+    (expected,) = of_buckets([slopes(rank, apart=False)[0] for rank in range(2)], (300,), ((0,), (1,)))
+    for moved in two_ranks.run(in_fabric):
+        assert (moved.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+# ---- refused, and warned of ------------------------------------------------------------------------------------------
+
+
+def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
+    for text in three_ranks.run(refusal_of_three_nodes):
+        assert text.startswith("ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3")
+        assert "Launch 2 or 4 nodes" in text
+
+
+def refusal_of_three_nodes():
+    strategy = HybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1)
+    return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
+
+
+def warnings_of(optimizer, options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        moved, _ = fit("32-true", options, Slopes(optimizer=optimizer))
+    return moved, [str(each.message) for each in caught if "Adasum()" in str(each.message)]
+
+
+def lars(parameters):
+    return LARS(parameters, lr=1.0)
+
+
+def lamb(parameters):
+    return LAMB(parameters, lr=1.0)
+
+
+def sgd_on_groups(parameters):
+    """As recipes make it: the groups say `trust_ratio`, and SGD has none."""
+    return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "word"),
+    [(lars, "LARS"), (lamb, "LAMB"), (None, ""), (sgd_on_groups, "")],
+    ids=["LARS", "LAMB", "SGD", "SGD on groups"],
+)
+def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
+    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, optimizer, {"ranks_per_node": 1})):
+        assert len(found) == (1 if word and rank == 0 else 0)
+        assert all(
+            text.startswith(f"`between_nodes` (=Adasum()) with {word}: its trust ratio divides") for text in found
+        )
+
+
+def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
+    expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
+    for rank, (moved, found) in enumerate(two_ranks.run(warnings_of, None, {"ranks_per_node": 2})):
+        assert all(map(torch.equal, moved, expected))
+        assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (rank == 0)
+    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, lars, {"ranks_per_node": 2})):
+        assert len(found) == (rank == 0)  # and no word of the trust ratio

@@ -1,0 +1,167 @@
+"""Options as values: what each accepts, and what keywords of 0.2 become."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+import lightning_hybrid
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean, Report
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.flavours import fabric
+from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
+
+REFUSED = [
+    (Mean, {"dtype": "int2"}, r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\.$"),
+    (
+        Mean,
+        {"error_feedback": True},
+        r"`between_nodes.error_feedback` \(=True\) needs a codec .* int8 or int4",
+    ),
+    (Mean, {"dtype": "float16", "error_feedback": True}, r"`between_nodes.error_feedback` \(=True\) .* is float16"),
+    (
+        Mean,
+        {"dtype": "int8", "error_feedback": "nearest"},
+        r"`between_nodes.error_feedback` \(='nearest'\) must be",
+    ),
+    (LocalSteps, {"every": 1}, r"`between_nodes.every` \(=1\) must be a whole number of steps, 2 or more"),
+    (LocalSteps, {"every": 2.0}, r"`between_nodes.every` \(=2.0\) must be a whole number of steps"),
+    (LocalSteps, {"every": 4, "from_step": -1}, r"`between_nodes.from_step` \(=-1\) must be .* 0 or more"),
+    (LocalSteps, {"every": 4, "outer_lr": 0}, r"`between_nodes.outer_lr` \(=0\) must be a number in \(0, inf\)"),
+    (LocalSteps, {"every": 4, "outer_momentum": 1}, r"`between_nodes.outer_momentum` \(=1\) must be .* in \[0, 1\)"),
+    (LocalSteps, {"every": 4, "dtype": "fp16"}, r"`between_nodes.dtype` \(='fp16'\) cannot carry what weights have"),
+    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).*strategy.comm.algorithm=auto"),
+    (Comm, {"bucket_bytes": 0}, r"`bucket_bytes` \(=0\)"),
+    (Comm, {"plan": "no/such/plan.json"}, r"`comm.plan` \(='no/such/plan.json'\) must be the path of a plan"),
+    (Comm, {"plan": 3}, r"`comm.plan` \(=3\) must be the path of a plan"),
+    (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
+    (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* strategy.between_nodes.dtype=int8"),
+    (Comm, {"tune": "yes"}, r"`comm.tune` \(='yes'\) must be one of 'auto', 'on', 'off', True, False"),
+    (Report, {"link_bytes_per_s": 0}, r"`report.link_bytes_per_s` \(=0\) must be None or a number of bytes per second"),
+    (Report, {"link_bytes_per_s": "fast"}, r"`report.link_bytes_per_s` \(='fast'\)"),
+    (Report, {"link_bytes_per_s": float("inf")}, r"`report.link_bytes_per_s` \(=inf\)"),
+    (Report, {"link_bytes_per_s": True}, r"`report.link_bytes_per_s` \(=True\)"),
+    (Report, {"trace_dir": 5}, r"`report.trace_dir` \(=5\) must be the path of a folder, or None"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)
+def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kind(**fields)
+
+
+@pytest.mark.parametrize("setting", ["world", 2, True])
+def test_the_update_is_shared_in_nodes_or_not(setting):
+    with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', False"):
+        HybridAllReduceStrategy(shard_update=setting)
+
+
+def test_yaml_reads_on_and_off_as_booleans():
+    strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
+    assert (strategy._tune, strategy._shard_update) == ("on", "off")
+
+
+PLAN = CommPlan(algorithm="flat")
+FEEDBACK = Mean(dtype="int8", error_feedback=True)
+STEPS = LocalSteps(every=8, from_step=2, dtype="int8", outer_lr=0.7, outer_momentum=0.9)
+OLD = [
+    ({"algorithm": "flat", "bucket_bytes": 2**20}, {"comm": Comm(algorithm="flat", bucket_bytes=2**20)}),
+    ({"plan": PLAN, "tune": "off", "comm_dtype": "fp16"}, {"comm": Comm(plan=PLAN, tune="off", dtype="fp16")}),
+    ({"trace_dir": "a", "link_bytes_per_s": 1e9}, {"report": Report(trace_dir="a", link_bytes_per_s=1e9)}),
+    (
+        {"comm_dtype_across_nodes": "int8", "error_feedback": True},
+        {"between_nodes": Mean(dtype="int8", error_feedback=True)},
+    ),
+    ({"reduction": "adasum"}, {"between_nodes": Adasum()}),
+    (
+        {
+            "sync_across_nodes_every": 8,
+            "sync_across_nodes_from_step": 2,
+            "comm_dtype_across_nodes": "int8",
+            "outer_step": {"lr": 0.7, "momentum": 0.9},
+        },
+        {"between_nodes": STEPS},
+    ),
+    # As files of 0.2 have it in full.
+    (
+        {"reduction": "mean", "error_feedback": False, "sync_across_nodes_every": 1, "sync_across_nodes_from_step": 0},
+        {},
+    ),
+    ({"algorithm": "auto", "tune": "auto"}, {}),
+    ({"tune_cache_dir": "cache"}, {}),
+]
+
+
+def state_of(strategy):
+    return {name: text for name, value in vars(strategy).items() if " object at 0x" not in (text := str(value))}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD)
+def test_a_keyword_of_the_last_release_is_its_value_and_warns_with_the_line_to_write(old, new):
+    with pytest.warns(FutureWarning, match="gone with the next release") as caught:
+        strategy = HybridAllReduceStrategy(**old, ranks_per_node=1)
+    text = str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert all(f"`{name}` (=" in text for name in old)
+    assert state_of(strategy) == state_of(HybridAllReduceStrategy(**new, ranks_per_node=1))
+    if new:
+        line = text.partition("Write ")[2].partition(", with classes")[0]
+        names = {
+            **vars(lightning_hybrid),
+            **{name: getattr(lightning_hybrid, name) for name in lightning_hybrid.__all__},
+        }
+        assert eval(f"dict({line})", {**names, "CommPlan": CommPlan}) == new  # as it is pasted
+
+
+def test_no_keyword_is_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HybridAllReduceStrategy()
+        HybridPipelineStrategy(timeout=timedelta(minutes=1))
+        fabric.HybridAllReduceStrategy()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tune": "off", "comm": Comm(algorithm="flat")},
+            r"^`tune` \(='off'\) and `comm` \(=Comm\(",
+        ),
+        (
+            {"reduction": "adasum", "between_nodes": STEPS},
+            r"^`reduction` \(='adasum'\) and `between_nodes` \(=Loc",
+        ),
+        ({"trace_dir": "a", "report": Report(trace_dir="b")}, r"^`trace_dir` \(='a'\) and `report`"),
+        ({"reduction": "sum"}, r"^`reduction` \(='sum'\) must be one of 'mean', 'adasum'"),
+        ({"reduction": "adasum", "comm_dtype_across_nodes": "int8"}, r"^`comm_dtype_across_nodes` .* with Adasum"),
+        ({"sync_across_nodes_every": 4, "error_feedback": True}, r"^`error_feedback` .* no effect with LocalSteps"),
+        ({"sync_across_nodes_from_step": 3}, r"^`sync_across_nodes_from_step` \(=3\) has no effect with Mean"),
+        ({"sync_across_nodes_every": 1, "outer_step": {"lr": 0.7}}, r"^`outer_step` .* has no effect"),
+        (
+            {"sync_across_nodes_every": 4, "outer_step": {"rate": 1}},
+            r"^`outer_step` \(=.*\) must be a mapping",
+        ),
+    ],
+)
+def test_a_keyword_of_the_last_release_that_contradicts_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        HybridAllReduceStrategy(**options)
+
+
+def test_fabric_and_the_pipeline_take_the_same_values_and_keywords():
+    for kind in (fabric.HybridAllReduceStrategy, HybridPipelineStrategy):
+        with pytest.warns(FutureWarning, match=r"Write comm=Comm\(dtype='bf16'\), with"):
+            old = kind(comm_dtype="bf16")
+        assert old._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm_dtype is torch.bfloat16
+    assert HybridPipelineStrategy()._tune == "off"
+
+
+def test_no_old_keyword_is_offered():
+    with pytest.raises(ValueError, match="Options: ") as caught:
+        HybridAllReduceStrategy(zzz=1)
+    assert not set(OLD_KEYWORDS) & set(str(caught.value).partition("Options: ")[2].removesuffix(".").split(", "))
