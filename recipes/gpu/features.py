@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
 from recipes.gpu.fits import Small, apart, loader, trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
@@ -74,6 +74,7 @@ class Feature:
 
     promise: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    comm: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "16-true"
     optimizer: str = "lars"
@@ -89,21 +90,21 @@ _CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedba
 _STAGES = partial(Feature, promise="pipelines", strategy=HybridPipelineStrategy, module=Plain)
 _STAGED = {"num_stages": NUM_STAGES, "num_microbatches": 4}
 FEATURES: dict[str, Feature] = {
-    "flat": _SUMS(options={"algorithm": "flat"}),
-    "parallel_flat": _SUMS(options={"algorithm": "parallel_flat"}),
-    "hierarchical": _SUMS(options={"algorithm": "hierarchical"}),
-    "two_level": _SUMS(options={"algorithm": "two_level"}),
+    "flat": _SUMS(comm={"algorithm": "flat"}),
+    "parallel_flat": _SUMS(comm={"algorithm": "parallel_flat"}),
+    "hierarchical": _SUMS(comm={"algorithm": "hierarchical"}),
+    "two_level": _SUMS(comm={"algorithm": "two_level"}),
     "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.2, by_gloo=True),
     "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
     "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
     "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
-    "fp16_wire": Feature(promise="fp16 wire", options={"comm_dtype": "float16"}, precision="32-true", by_gloo=True),
-    "int8": _CODEC(options={"comm_dtype_across_nodes": "int8"}),
-    "int8_feedback": _CODEC(options={"comm_dtype_across_nodes": "int8", "error_feedback": True}),
-    "int4": _CODEC(options={"comm_dtype_across_nodes": "int4"}),
-    "int4_feedback": _CODEC(options={"comm_dtype_across_nodes": "int4", "error_feedback": True}),
-    "adasum": Feature(promise="Adasum", options={"reduction": "adasum"}, optimizer="sgd", bound=0.1),
-    "local_steps": Feature(promise="steps between nodes", options={"sync_across_nodes_every": 2}, by_gloo=True),
+    "fp16_wire": Feature(promise="fp16 wire", comm={"dtype": "float16"}, precision="32-true", by_gloo=True),
+    "int8": _CODEC(options={"between_nodes": Mean(dtype="int8")}),
+    "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
+    "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
+    "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
+    "adasum": Feature(promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1),
+    "local_steps": Feature(promise="steps between nodes", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True),
     "shard_update": Feature(promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1),
     "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
     "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal"),
@@ -152,12 +153,12 @@ def _trained(
     else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes
         options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
-        options["bucket_bytes"] = 2048  # several, so that they overtake one another if they can
+        options["comm"] = Comm(bucket_bytes=2048, **feature.comm)  # several buckets, that may overtake one another
     strategy, module = feature.strategy(**options), feature.module(feature.optimizer, on_hidden=on_hidden)
     batches = loader(seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank)
     of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
     if isinstance(strategy, Strategy):
-        callbacks = [KnownSums(feature.options["algorithm"])] if "algorithm" in feature.options else []
+        callbacks = [KnownSums(feature.comm["algorithm"])] if "algorithm" in feature.comm else []
         fit: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "callbacks": callbacks, **feature.settings}
         trainer = trainer_for(given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit)
         trainer.fit(module, batches)
