@@ -77,7 +77,7 @@ def one_step(algorithm):
         return average_bucket(state, bucket)
 
     strategy = HybridAllReduceStrategy(comm=Comm(algorithm=algorithm), loss_scale=SCALE, ranks_per_node=2)
-    strategy._bucket_hook = watched
+    strategy._comm.bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))
     return {

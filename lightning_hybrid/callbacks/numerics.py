@@ -47,7 +47,7 @@ class NumericsMonitor(Callback):
     skipped (`"32-true"`, `"bf16-true"`, ...)       batch at which it began
     the same, where the step was skipped            warning at the next logged step, on the rank that it happened on
     the loss scale at its floor for 200 steps       warning: smaller gradients are lost
-    a gradient of all zeros, or none, at `patience` warning that names the parameters: a layer that died, or is not
+    gradients of zeros, or none, at `patience`      warning that names the parameters: a layer that died, or is not
     logged steps in a row                           used; or all of them
     any error in a batch, but communication's       the batch is described in a note, and saved
     ==============================================  ==================================================================

@@ -21,7 +21,7 @@ from lightning_hybrid.checkpoint.file import (
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
 from lightning_hybrid.checks import require_choice, require_positive, require_whole
-from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -215,3 +215,16 @@ def _warn_of_objects(path: Path) -> None:
             "torch.serialization.add_safe_globals with these classes. Or keep them out of hyper-parameters "
             "(`save_hyperparameters(ignore=...)`) and of `state_dict` of callbacks."
         )
+
+
+def _user_io_or_durable(strategy: Any) -> Any:
+    io = strategy._checkpoint_io
+    if io is None:
+        strategy._checkpoint_io = io = strategy._checkpoint_io_type()
+    elif isinstance(io, lightning_types("pytorch.plugins.io.wrapper._WrappingCheckpointIO")):
+        io.checkpoint_io = strategy._checkpoint_io_type()  # it keeps the first that it is given
+    return io
+
+
+# Of a strategy: the plugin of the user, or else one of its `_checkpoint_io_type`, which also goes into a wrapper.
+durable_by_default = property(_user_io_or_durable, lambda strategy, io: setattr(strategy, "_checkpoint_io", io))

@@ -128,6 +128,12 @@ def average_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         TypeError: for sparse gradients.
         RuntimeError: if the engine has failed or is closed.
     """
+    # On a CPU the precision's `TorchFunctionMode` is on around backward, and would take each call of torch made here.
+    with torch._C.DisableTorchFunction():
+        return _average(state, bucket)
+
+
+def _average(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     engine, buffer = engine_and_buffer(state, bucket)
     if state.scatter is not None and (future := state.scatter(bucket)) is not None:
         return future

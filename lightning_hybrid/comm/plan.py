@@ -84,7 +84,7 @@ class CommPlan:
     one node, CPU, fp32 or wider, and large           flat: Gloo adds fp32 fast, and its ring copies less
     one rank on every node                            parallel_flat: no hierarchy either, but a wire to keep busy
     nodes of different size                           hierarchical: shards need as many ranks on every node
-    else, fewer than `hierarchical_below_bytes`     hierarchical: latency counts, and one ring of leaders has less
+    else, fewer than `hierarchical_below_bytes`       hierarchical: latency counts, and one ring of leaders has less
                                                       of it than a ring for every local rank
     else                                              two_level: bytes count, and every rank's link carries a share
     ================================================  ================================================================

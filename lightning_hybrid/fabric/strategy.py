@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,19 +20,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState
+from lightning_hybrid.checkpoint.io import durable_by_default
+from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
-from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp, refuse_what_is_not_averaged
-from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
-from lightning_hybrid.strategy.failures import FailureReportMixin, reason_of
+from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.failures import FailureReports, reason_of
+from lightning_hybrid.strategy.half_precision import with_masters
+from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
-from lightning_hybrid.strategy.registration import register_names
-from lightning_hybrid.strategy.rendezvous import RendezvousMixin
+from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
+from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
@@ -41,7 +44,7 @@ else:
     _Base = object
 
 
-class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, RendezvousMixin, FailureReportMixin, _Base):
+class FabricHybridAllReduce(_Base):
     """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out with fp32 masters. `fabric.setup` may be called for several
@@ -68,8 +71,9 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
 
-    _kind = "Fabric"
-    _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric
+    _precision_type: type[FabricMasterWeightMixin]  # of the same Fabric, as the next
+    _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -95,9 +99,10 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     ) -> None:
         between_nodes, comm, _ = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        for_ddp = self._take_options(
+        self._comm, self._failures, self._loss_scale = CommSetup("Fabric"), FailureReports(), loss_scale
+        for_ddp = self._comm.take_options(
             ddp_kwargs,
-            own=inspect.signature(FabricHybridAllReduceMixin).parameters,
+            own=inspect.signature(FabricHybridAllReduce).parameters,
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,
@@ -114,8 +119,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
+            timeout=timeout_from(timeout),
+            start_method=start_method_from(start_method),
             **for_ddp,
         )
 
@@ -127,62 +132,72 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         """Put master weights in the place of Fabric's plain half precision; leave everything else."""
-        if isinstance(precision, lightning_types("fabric.plugins.precision.HalfPrecision")):
-            scale = self._loss_scale if precision.precision == "16-true" else None
-            precision = self._precision_type(precision.precision, loss_scale=scale)
-        self._precision = precision
+        self._precision = with_masters(precision, self._precision_type, self._loss_scale)
+
+    @property
+    def communication_plan(self) -> str | None:
+        """Ranks, nodes, buckets and algorithms in one line, once known."""
+        return self._comm.communication_plan
 
     @property
     def _half(self) -> FabricMasterWeightMixin | None:
         return self.precision if isinstance(self.precision, FabricMasterWeightMixin) else None
 
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        refuse_notebook(STRATEGY_NAME, self._start_method)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Set up as DDP; from here on a missing rank is named."""
+        self._failures.begin(self.parallel_devices or ())
+        super().setup_environment()
+        self._failures.watch_setup(SetupWatchdog, self.root_device, self._timeout)
+
     def _set_world_ranks(self) -> None:
         super()._set_world_ranks()
-        self._check_ranks_per_node()
+        if self.cluster_environment is not None:
+            self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
 
-    # ---- setup -----------------------------------------------------------------------------------------------------
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap in DDP with an engine of its own, and give every rank rank zero's masters. Collective."""
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(self._averages)
+            half.connect_averaging(partial(_averages, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
-        self._find_plan(module)
-        caps = bucket_caps_for_ddp(module, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
-        wrapped = DistributedDataParallel(
-            module, device_ids=self._determine_ddp_device_ids(), **(self._ddp_kwargs | caps)
-        )
+        self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+        self._comm.find_plan(module)
+        wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
             assert half.masters is not None
             half.masters.broadcast_(module, ignored)
-        engine = self._new_engine()
-        state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=module.parameters())
-        wrapped.register_comm_hook(state, self._bucket_hook)
+        engine = self._comm.new_engine()
+        self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
-            self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
+            self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
             # A Fabric has no end but the process's, in a child of `launch(function)` as well.
             Finalize(None, self._close_engines, exitpriority=1)
             self._error_before = getattr(sys, "last_value", None)  # a fork of a notebook has the notebook's
         self._engines.append(engine)
-        self._engine = engine
+        self._failures.engine = engine
         self._modules.append(module)
         self._wrapper_of |= dict.fromkeys(averaged, wrapped)
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse an optimizer that cannot work with masters; load its state as fp32."""
-        self._warn_of_reduction([optimizer])
+        self._comm.warn_of_reduction([optimizer])
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer
-
-    def _averages(self, parameter: Tensor) -> bool:
-        # DDP's own flag: False under `no_backward_sync`.
-        wrapper = self._wrapper_of.get(id(parameter))
-        return wrapper is None or wrapper.require_backward_grad_sync
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +269,7 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
         try:
             yield
         except RuntimeError as error:
-            watchdog = self._engine or self._setup_watchdog
+            watchdog = self._failures.watchdog
             if watchdog is not None and is_of_a_collective(error):
                 error.args = (watchdog.explain(error),)
             raise
@@ -262,8 +277,8 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     def _close_engines(self) -> None:
         # What ended this process, if the interpreter has shown an error: the others get to know.
         error = getattr(sys, "last_value", None)
-        self._end_setup_watchdog()
-        engines, self._engines, self._engine = self._engines, [], None
+        self._failures.end_setup()
+        engines, self._engines, self._failures.engine = self._engines, [], None
         for engine in engines:
             if error is not None and error is not self._error_before:
                 engine.abort(reason_of(error))
@@ -279,6 +294,12 @@ class FabricHybridAllReduceMixin(CommSetupMixin, DurableCheckpointMixin, Rendezv
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
+
+
+def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+    # DDP's own flag: False under `no_backward_sync`.
+    wrapper = wrapper_of.get(id(parameter))
+    return wrapper is None or wrapper.require_backward_grad_sync
 
 
 def _has_optimizer(state: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from lightning.fabric.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
-from lightning_hybrid.fabric.strategy import FabricHybridAllReduceMixin
+from lightning_hybrid.fabric.strategy import FabricHybridAllReduce
 
 
 class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101
@@ -19,6 +19,6 @@ class MasterWeightPrecision(FabricMasterWeightMixin, Precision):  # noqa: D101
     __doc__ = FabricMasterWeightMixin.__doc__
 
 
-class HybridAllReduceStrategy(FabricHybridAllReduceMixin, DDPStrategy):  # noqa: D101
-    __doc__ = FabricHybridAllReduceMixin.__doc__
+class HybridAllReduceStrategy(FabricHybridAllReduce, DDPStrategy):  # noqa: D101
+    __doc__ = FabricHybridAllReduce.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

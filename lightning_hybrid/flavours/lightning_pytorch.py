@@ -7,9 +7,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
-from lightning_hybrid.pipeline.strategy import HybridPipelineMixin
+from lightning_hybrid.pipeline.strategy import HybridPipeline
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
 class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101
@@ -20,11 +20,11 @@ class MasterWeightPrecision(MasterWeightMixin, Precision):  # noqa: D101
     __doc__ = MasterWeightMixin.__doc__
 
 
-class HybridAllReduceStrategy(HybridAllReduceMixin, DDPStrategy):  # noqa: D101
-    __doc__ = HybridAllReduceMixin.__doc__
+class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # noqa: D101
+    __doc__ = HybridAllReduce.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
 
 
-class HybridPipelineStrategy(HybridPipelineMixin, DDPStrategy):  # noqa: D101
-    __doc__ = HybridPipelineMixin.__doc__
+class HybridPipelineStrategy(HybridPipeline, DDPStrategy):  # noqa: D101
+    __doc__ = HybridPipeline.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

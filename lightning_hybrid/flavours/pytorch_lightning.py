@@ -7,9 +7,9 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
-from lightning_hybrid.pipeline.strategy import HybridPipelineMixin
+from lightning_hybrid.pipeline.strategy import HybridPipeline
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
 class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa: D101
@@ -20,11 +20,11 @@ class MasterWeightPrecision(MasterWeightMixin, Precision):  # type: ignore[misc]
     __doc__ = MasterWeightMixin.__doc__
 
 
-class HybridAllReduceStrategy(HybridAllReduceMixin, DDPStrategy):  # type: ignore[misc] # noqa: D101
-    __doc__ = HybridAllReduceMixin.__doc__
+class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # type: ignore[misc] # noqa: D101
+    __doc__ = HybridAllReduce.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
 
 
-class HybridPipelineStrategy(HybridPipelineMixin, DDPStrategy):  # type: ignore[misc] # noqa: D101
-    __doc__ = HybridPipelineMixin.__doc__
+class HybridPipelineStrategy(HybridPipeline, DDPStrategy):  # type: ignore[misc] # noqa: D101
+    __doc__ = HybridPipeline.__doc__
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO

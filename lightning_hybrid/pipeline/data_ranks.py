@@ -14,10 +14,10 @@ from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
 from lightning_hybrid.run_status import RunStatus
-from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduceMixin
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
-class DataRanksMixin(HybridAllReduceMixin):
+class DataRanksMixin(HybridAllReduce):
     """Strategy mixin: samplers, means over ranks and the state of a run by data ranks."""
 
     num_stages: int

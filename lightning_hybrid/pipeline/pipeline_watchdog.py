@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.thread_place import place_of
-from lightning_hybrid.strategy.failures import SetupWatchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 # How long the main thread waits before it looks for an error again.
 _LOOK_S = 0.2
-
-# Of the timeout: a wait of this length is a failure, before the backend makes it its own.
-GIVE_UP_AT = 0.9
 
 
 class PipelineWatchdog(SetupWatchdog):
@@ -39,8 +37,10 @@ class PipelineWatchdog(SetupWatchdog):
         device: where tensors are; on a GPU waiting is the device's, and a failure aborts its communicators.
     """
 
-    def __init__(self, *, timeout: timedelta, device: torch.device) -> None:
-        self.on_failure: Callable[[str], None] = _nothing  # called with the error, in the watchdog's thread
+    gives_up_on_cpu = True
+
+    def __init__(self, *, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.engine: CommEngine | None = None  # of the data ranks, which a failure of the pipeline ends as well
         self._device = device
         self._place: str | None = None  # None: in no schedule
         self._is_waiting = False
@@ -48,7 +48,7 @@ class PipelineWatchdog(SetupWatchdog):
         self._error = ""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        super().__init__(device=device, give_up_after_s=GIVE_UP_AT * timeout.total_seconds())
+        super().__init__(device=device, timeout=timeout)
 
     # ---- where this rank is ------------------------------------------------------------------------------------------
 
@@ -137,7 +137,8 @@ class PipelineWatchdog(SetupWatchdog):
     def trip(self, error: str, cause: BaseException | None = None) -> None:
         """End the waits of this rank with the error of all ranks."""
         self._error = self._error or error
-        self.on_failure(error)
+        if self.engine is not None:
+            self.engine.abort(error)
         super().trip(error, cause)
 
     def leave(self) -> None:
@@ -162,7 +163,3 @@ def waits_of_schedules(watchdog: PipelineWatchdog) -> Iterator[None]:
         yield
     finally:
         schedules._wait_batch_p2p = before
-
-
-def _nothing(error: str) -> None:
-    pass

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice
-from lightning_hybrid.comm import CommEngine, CommTrace, HookState, average_bucket
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
@@ -35,16 +34,15 @@ from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, Stages, TrainingStep
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
-from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
-from lightning_hybrid.strategy.registration import PIPELINE_NAME, register_names
+from lightning_hybrid.strategy.failures import refuse_after_failure
+from lightning_hybrid.strategy.registration import PIPELINE_NAME
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class HybridPipelineMixin(DataRanksMixin):
+class HybridPipeline(DataRanksMixin):
     """A pipeline: the network of a module in stages, each on a rank of its own; `training_step` stays as it is.
 
         ranks = num_stages * (data ranks)         batch of a data rank = num_microbatches * (micro-batch)
@@ -74,7 +72,9 @@ class HybridPipelineMixin(DataRanksMixin):
     Source: Huang et al. 2018 (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473).
     """
 
+    registered_name = PIPELINE_NAME
     _kind = "pipeline"
+    _watchdog_type = PipelineWatchdog
 
     def __init__(
         self,
@@ -92,31 +92,21 @@ class HybridPipelineMixin(DataRanksMixin):
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None
         self._training: TrainingStep | None = None
-        self._data_engine: CommEngine | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
         self._until_teardown = ExitStack()
         super().__init__(**dict(options))
 
     @property
-    def comm_trace(self) -> CommTrace | None:
-        """Counters of the communication between data ranks, while a fit runs."""
-        return None if self._data_engine is None else self._data_engine.trace
-
-    @property
     def _here(self) -> Stages:
         assert self._stages is not None  # from setup to teardown
         return self._stages
-
-    def _new_watchdog(self) -> PipelineWatchdog:
-        assert self._timeout is not None
-        return PipelineWatchdog(timeout=self._timeout, device=self.root_device)
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Keep this rank's stages, put the others on the meta device, and set up as `hybrid_allreduce`."""
-        module, watchdog, is_fit = self.lightning_module, self._setup_watchdog, trainer.state.fn == "fit"
+        module, watchdog, is_fit = self.lightning_module, self._failures.setup_watchdog, trainer.state.fn == "fit"
         assert module is not None
         assert self._timeout is not None
         assert isinstance(watchdog, PipelineWatchdog)
@@ -153,7 +143,7 @@ class HybridPipelineMixin(DataRanksMixin):
             if metric.process_group is None:
                 metric.process_group = self._groups.data
         if is_fit:
-            self.precision_plugin.clip_grad_by_norm = partial(
+            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
                 clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
             )
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
@@ -170,58 +160,38 @@ class HybridPipelineMixin(DataRanksMixin):
 
         return StageBody(blocks, checkpoint_activations=self.checkpoint_activations)
 
-    def _move_module(self) -> None:
-        assert self._cut is not None
-        with self._cut.hidden():
-            super()._move_module()
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        cut = self._cut
+        if self._stages is None:  # the end: after a failure blocks of others stay on the meta device
+            self._cut = None
+        with nullcontext() if cut is None else cut.hidden():
+            yield
 
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
         here = self._here
         self._averaged_parameters, _ = trained_parameters(here.module)
         if here.ranks.num_data_ranks > 1:
-            self._data_engine = self._engine_of_replicas(ReplicaSets(
-                world=self._discover_topology(), sets=here.ranks.replicas
-            ))  # fmt: skip
-            here.watchdog.on_failure = self._data_engine.abort
-            here.wrapped = {index: self._wrapped(body, self._data_engine) for index, body in here.bodies.items()}
+            replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
+            here.watchdog.engine = self._comm.engine = self._comm.new_engine(
+                keep_events=self._trace_dir is not None, replicas=replicas, group=self._data_group
+            )
+            here.wrapped = {index: self._wrapped(body, self._comm.engine) for index, body in here.bodies.items()}
         if self._half is not None:
-            self._half.connect_stages(self._largest_of_stages)
+            self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
         dist.broadcast_object_list(seed, src=0)
         assert self._cut is not None
         self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0], cut=self._cut)
 
-    def _engine_of_replicas(self, replicas: ReplicaSets) -> CommEngine:
-        assert self._timeout is not None
-        self._topology = replicas.own
-        engine = CommEngine(
-            topology=replicas.own,
-            plan=self._plan,
-            timeout=self._timeout,
-            device=self.root_device,
-            trace=CommTrace(keep_events=self._trace_dir is not None),
-            dtype_across_nodes=self._dtype_across_nodes,
-            replicas=replicas,
-            group=self._data_group,
-        )
-        self._note_plan(self._plan)
-        rank_zero_info(self.communication_plan)
-        return engine
-
     def _wrapped(self, body: nn.Module, engine: CommEngine) -> nn.Module:
         if not any(parameter.requires_grad for parameter in body.parameters()):
             return body
-        caps = bucket_caps_for_ddp(body, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
-        options = self._ddp_kwargs | caps | {"process_group": self._data_group, "init_sync": False}
-        wrapped = DistributedDataParallel(body, device_ids=self.determine_ddp_device_ids(), **options)
-        wrapped.register_comm_hook(HookState(engine=engine, comm_dtype=self._comm_dtype), average_bucket)
+        options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
+        wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
+        self._comm.average_by(engine, wrapped)
         return wrapped
-
-    def _largest_of_stages(self, found_inf: Tensor) -> Tensor:
-        group = self._here.groups.pipe
-        self._here.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group))
-        return found_inf
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -253,14 +223,12 @@ class HybridPipelineMixin(DataRanksMixin):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Call the hooks around backward, which the schedule has run; give the parameters their gradients."""
         assert self._training is not None
-        # The half-precision plugin would scale the loss and sum gradients: the stages have done it.
-        hooks: Any = self.precision_plugin if self._half is None else super(MasterWeightMixin, self._half)
-        closure_loss = hooks.pre_backward(closure_loss, self._here.module)
+        plain, half, module = self.precision_plugin, self._half, self._here.module
+        closure_loss = (plain.pre_backward if half is None else half.call_before_backward)(closure_loss, module)
         for parameter, gradient in zip(self._training.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
-        result: Tensor = hooks.post_backward(closure_loss, self._here.module)
-        return result
+        return (plain.post_backward if half is None else half.call_after_backward)(closure_loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as `hybrid_allreduce`; look at what hooks have logged."""
@@ -313,9 +281,8 @@ class HybridPipelineMixin(DataRanksMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save what all stages hold, in one file. Collective: every rank must call it, as Lightning does."""
-        if self._data_engine is not None and self._data_engine.device.type == "cuda":
-            self._data_engine.raise_if_failed()
-        self._refuse_to_save_alone("A pipeline", "its stages are on several ranks")
+        refuse_after_failure(self._comm.engine)  # before anything collective
+        self._failures.refuse_to_save_alone("A pipeline", "its stages are on several ranks")
         group = None if self._groups is None else self._groups.agree  # None: after the fit
         gather_checkpoint(checkpoint, self.pipeline_ranks, group=group)
         super().save_checkpoint(checkpoint, *args, **kwargs)
@@ -336,23 +303,16 @@ class HybridPipelineMixin(DataRanksMixin):
             own = " and ".join(map(str, self.pipeline_ranks.stages))
             add_cause(exception, stages=f"stage {own} of {self.pipeline_ranks.num_stages}")
         super().on_exception(exception)
-        if self._data_engine is not None:
-            self._data_engine.abort(f"{type(exception).__name__}: {exception}")
+        if self._comm.engine is not None:
+            self._comm.engine.abort(f"{type(exception).__name__}: {exception}")
 
-    def teardown(self) -> None:
+    def _put_back(self) -> None:
         """Make the module whole again on every rank, unless the run has failed."""
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        super()._put_back()
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._until_teardown.close()
-        engine, self._data_engine = self._data_engine, None
         try:
-            if engine is not None:
-                engine.close()
-                if self._trace_dir is not None:
-                    engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
-            if self._masters is not None:
-                self._masters.restore()
-            # After a failure blocks of other ranks stay on the meta device: nothing could fill them.
-            if self._cut is not None and self._ended_by is None:
+            if self._cut is not None and self._failures.ended_by is None:
                 self._cut.make_whole(self.optimizers)
                 self._cut = None
         finally:
@@ -361,9 +321,6 @@ class HybridPipelineMixin(DataRanksMixin):
             if self._stages is not None:
                 self._release(self._stages)
             self._stages = self._training = self._groups = None
-            cut, self._cut = self._cut, None
-            with nullcontext() if cut is None else cut.hidden():
-                super().teardown()
 
     def _release(self, stages: Stages) -> None:
         for metric in single_metrics(stages.module):
@@ -371,8 +328,3 @@ class HybridPipelineMixin(DataRanksMixin):
                 metric.process_group = None
         if not stages.watchdog.is_stuck:
             stages.groups.destroy(are_aborted=stages.watchdog.has_aborted)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register `hybrid_pipeline` and the variants that `ddp` has."""
-        register_names(strategy_registry, cls, name=PIPELINE_NAME)

@@ -89,6 +89,11 @@ class Stages:
         self.watchdog.wait_for(lambda: dist.all_gather_object(found, own, group=self.groups.agree))
         return found
 
+    def largest(self, found_inf: Tensor) -> Tensor:
+        """Return the largest of all stages' verdicts on overflow; in place. Collective."""
+        self.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe))
+        return found_inf
+
     def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
         """Return the input of every stage and the output of the last. Collective where the key is new.
 

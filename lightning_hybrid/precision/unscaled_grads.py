@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.precision.loss_scale import unscale_
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.plugins.precision import Precision as _Base
+
     from lightning_hybrid.precision.skipped_steps import OptimizerStepStates
+else:
+    _Base = object
 
 
 @dataclass(eq=False)
@@ -159,7 +164,7 @@ class UnscaledGradients:
         self._aside.clear()
 
 
-class MicrobatchMixin:
+class MicrobatchMixin(_Base):
     """Precision mixin: scale and sum the gradients of micro-batches, and agree with other stages whether to skip.
 
     The gradients of a stage are unscaled and checked by its own ranks alone, so the verdict is the largest of all
@@ -189,6 +194,14 @@ class MicrobatchMixin:
         """Note the loss of the whole batch, for the error that ends endless overflow."""
         if self.loss_scale is not None:
             self._last_loss = loss.detach()
+
+    def call_before_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
+        """Call the hooks `on_before_backward` alone, of a backward that the schedule has run."""
+        return super().pre_backward(loss, module)
+
+    def call_after_backward(self, loss: Tensor, module: LightningModule) -> Tensor:
+        """Call the hooks `on_after_backward` alone."""
+        return super().post_backward(loss, module)
 
     def _agreed(self, found_inf: Tensor | None, *, is_asked: bool) -> Tensor | None:
         # A stage without gradients for this optimizer found none that are inf or nan, and the others wait for its word.

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice, require_whole
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, Topology, average_bucket
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
-from lightning_hybrid.comm.engine.process_groups import own_group
-from lightning_hybrid.comm.health.abort import forget
+from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
     ask_planner,
+    bucket_caps_for_ddp,
     refuse_slices,
     refuse_unknown_options,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
+from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
@@ -40,32 +42,39 @@ from lightning_hybrid.strategy.options import (
 )
 from lightning_hybrid.strategy.reduction import adasum_plan, warn_of_trust_ratios
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
-class CommSetupMixin:
-    """Strategy mixin: take the options of communication, and make the engine that carries them out."""
+    from lightning_hybrid.strategy.plan_tuning import FitTuning
 
-    communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
-    _work_group: dist.ProcessGroup | None = None
-    _shares_update = False
-    _local_steps: LocalSteps | None = None
-    _averaged_parameters: set[int] | None = None  # by `id`
-    _has_optimizers = False  # made before the module was converted
-    _slices: Any = None  # of layers that the strategy has cut
-    _topology: Topology  # known when DDP is configured
-    _kind: str | None = None  # of strategy, where it excludes options: "pipeline", "Fabric"
-    _asked: dict[str, str]  # by the names of `compatibility.CURES`
-    _reduction: Literal["mean", "adasum"] = "mean"
-    _tune: Literal["auto", "on", "off"]
-    _trace_dir: str | None
-    link_bytes_per_s: float | None
-    _bucket_hook: Callable[..., Any] = staticmethod(average_bucket)
-    cluster_environment: Any
-    global_rank: int
-    world_size: int
-    root_device: torch.device
-    _timeout: timedelta | None
 
-    def _take_options(
+class CommSetup:
+    """What a strategy has of communication: options, and in a fit topology, plan and the engines that carry it out.
+
+    `plan`: of this fit, made from the options' for its topology and module. `communication_plan`: ranks, nodes, buckets
+    and algorithms in one line, once known. `shares_update`: whether ranks of a node have parts of masters. `engine`,
+    `hook_state`: of the fit, from when its module is in DDP until `close`. `asked`: what was asked for, by the
+    names of `compatibility.CURES`. `kind`: of strategy, where it excludes options.
+    """
+
+    topology: Topology
+    plan: CommPlan
+    device: torch.device
+
+    def __init__(self, kind: Literal["pipeline", "Fabric"] | None = None) -> None:
+        self._kind = kind
+        self.communication_plan: str | None = None
+        self.bucket_hook: Callable[..., Any] = average_bucket
+        self.shares_update = False
+        self.engine: CommEngine | None = None
+        self.hook_state: HookState | None = None
+        self._tuning: FitTuning | None = None
+        self._local_steps: LocalSteps | None = None
+        self._reduction: Literal["mean", "adasum"] = "mean"
+        self._timeout: timedelta | None = None
+        self._work_group: dist.ProcessGroup | None = None
+
+    def take_options(
         self,
         ddp_kwargs: Mapping[str, Any],
         *,
@@ -78,7 +87,7 @@ class CommSetupMixin:
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[..., Any]] | None = None,
     ) -> dict[str, Any]:
-        # Returns the options for DDP. `own`: the strategy's, by name. All that is kept of values is set here.
+        """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
         require_value("comm", comm, (Comm,), 'Comm(tune="off")')
@@ -97,8 +106,8 @@ class CommSetupMixin:
             "whether a node's ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
         )
         require_choice("shard_update", shard_update, ("off", "node", False), why)  # YAML reads `off` as a boolean
-        self._extension_factories = tuple(extensions or ())
-        if wrong := [one for one in self._extension_factories if not callable(one)]:
+        self.extension_factories = tuple(extensions or ())
+        if wrong := [one for one in self.extension_factories if not callable(one)]:
             raise ValueError(
                 f"`extensions` (with {wrong[0]!r:.80}) must hold what makes extensions, such as their classes or "
                 "`functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Leave out the call."
@@ -107,105 +116,160 @@ class CommSetupMixin:
         self._dtype_across_nodes = between_nodes.on_wire
         self._reduction = "adasum" if isinstance(between_nodes, Adasum) else "mean"
         self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
-        self._shard_update = shard_update or "off"
+        self.shard_update = shard_update or "off"
         self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
-        self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
+        self.trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
         self.link_bytes_per_s = report.link_bytes_per_s
         # A plan that is not the library's own choice is not tuned by itself, nor another sum than that over all ranks.
         is_own = comm.algorithm == "auto" and (comm.plan is None or comm.planner is not None)
         is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
-        self._tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
-        self._asked = in_options(
-            between_nodes, comm, shard_update=self._shard_update, for_ddp=for_ddp, extensions=extensions
+        self.tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
+        self.asked = in_options(
+            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions
         )
         if self._kind is not None:
-            self._asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
-        refuse_excluded(self._asked)
+            self.asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
+        refuse_excluded(self.asked)
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
-    def _check_ranks_per_node(self) -> None:
-        # Where ranks and world size are known first, before any process group.
-        if self._ranks_per_node is not None and self.cluster_environment is not None:
-            topology = self._discover_topology()
+    def check_ranks(self, *, rank: int, world_size: int) -> None:
+        """Check `ranks_per_node` where ranks and world size are known first, before any process group.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        if self._ranks_per_node is not None:
+            topology = self.topology_of(rank, world_size)
             if self._reduction == "adasum":
                 refuse_odd_nodes(topology)
 
-    def _discover_topology(self) -> Topology:
-        # Collective, unless the user said it by `ranks_per_node`.
+    def topology_of(self, rank: int, world_size: int) -> Topology:
+        """Return which ranks share a node. Collective, unless the user said it by `ranks_per_node`."""
         if self._ranks_per_node is None:
             return Topology.discover()
-        return Topology.from_ranks_per_node(
-            rank=self.global_rank, world_size=self.world_size, ranks_per_node=self._ranks_per_node
-        )
+        return Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=self._ranks_per_node)
 
-    def _find_plan(self, module: nn.Module) -> None:
-        """Find the topology and, where a planner was given, its plan for this module. Collective."""
-        refuse_slices(module, cut=() if self._slices is None else self._slices.names)
-        self._topology = self._discover_topology()
-        if self._reduction == "adasum" and (plan := adasum_plan(self._plan, self._topology)) is not None:
-            self._plan, self._bucket_hook = plan, adasum_bucket
+    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
+        """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
+        self.device, self._timeout, self.plan, self.shares_update = device, timeout, self._plan, False
+        self.topology = self.topology_of(rank, world_size)
+
+    def find_plan(self, module: nn.Module, *, cut: Collection[str] = ()) -> None:
+        """Make the plan for the topology and this module, whose layers of the names `cut` are slices."""
+        refuse_slices(module, cut)
+        on_cuda = self.device.type == "cuda"
+        if self._reduction == "adasum" and (plan := adasum_plan(self.plan, self.topology)) is not None:
+            self.plan, self.bucket_hook = plan, adasum_bucket
         if self._planner is not None:
-            self._plan = ask_planner(
+            self.plan = ask_planner(
                 self._planner,
                 module,
-                self._topology,
+                self.topology,
                 comm_dtype=self._comm_dtype,
-                on_cuda=self.root_device.type == "cuda",
+                on_cuda=on_cuda,
                 across_nodes=self._dtype_across_nodes,
             )
         if isinstance(codec := self._dtype_across_nodes, Codec):
-            on_cuda = self.root_device.type == "cuda"
-            self._plan = plan_for_codec(self._plan, self._topology, bits=codec.bits, on_cuda=on_cuda)
+            self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
-    def _new_engine(self, *, keep_events: bool = False) -> CommEngine:
-        """Make an engine for one module that DDP wraps. Collective."""
+    def wrap(self, module: nn.Module, *, device_ids: list[int] | None, **ddp_kwargs: Any) -> DistributedDataParallel:
+        """Wrap a module in DDP, with the buckets of the plan."""
+        caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
+        return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
+
+    def new_engine(
+        self, *, keep_events: bool = False, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None
+    ) -> CommEngine:
+        """Make an engine, for the modules that average their gradients over all ranks or `replicas`. Collective."""
         assert self._timeout is not None
+        if replicas is not None:
+            self.topology = replicas.own
         engine = CommEngine(
-            topology=self._topology,
-            plan=self._plan,
+            topology=self.topology,
+            plan=self.plan,
             timeout=self._timeout,
-            device=self.root_device,
+            device=self.device,
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
-            shares_update=self._shares_update,
+            shares_update=self.shares_update,
             compared=None if self._local_steps is None else {"between_nodes": self._local_steps},
+            replicas=replicas,
+            group=group,
         )
-        self._note_plan(self._plan)
+        self.note_plan(self.plan)
         rank_zero_info(self.communication_plan)
         return engine
 
-    def _share_work(self, optimizers: Sequence[Optimizer]) -> None:
+    def average_by(
+        self, engine: CommEngine, wrapped: DistributedDataParallel, parameters: Iterable[Tensor] = ()
+    ) -> HookState:
+        """Let this engine average what DDP puts into buckets; `parameters`: as in `HookState`, which is returned."""
+        state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=parameters)
+        wrapped.register_comm_hook(state, self.bucket_hook)
+        return state
+
+    def begin_tuning(self, tune: Literal["auto", "on", "off"]) -> None:
+        """Let the first steps of a fit try other plans, unless that is off."""
+        if tune != "off":
+            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
+
+            assert self.engine is not None
+            self._tuning = FitTuning(self.engine, tune, on_plan=self.note_plan)
+
+    def before_batch(self, module: pl.LightningModule) -> None:
+        """Tell the codec the number of the step; between two steps tuning may change the plan."""
+        if self.engine is not None and self.engine.coder is not None:
+            self.engine.coder.begin_step(module.trainer.global_step)
+        if self._tuning is not None:
+            self._tuning.before_batch(module)
+
+    def after_optimizer_step(self) -> None:
+        """Count a step of an optimizer."""
+        if self._tuning is not None:
+            self._tuning.after_optimizer_step()
+
+    def share_work(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
         sharing = [one for one in optimizers if any(g.get("direction") == "orthogonal" for g in one.param_groups)]
-        if sharing and self.world_size > self._topology.num_nodes:
-            self._work_group = own_group(self._topology.nodes, timeout=self._timeout, desc="orthogonal work")
+        if sharing and self.topology.world_size > self.topology.num_nodes:
+            self._work_group = new_node_group(self.topology, timeout=self._timeout, desc="orthogonal work")
             for one in sharing:
-                one.work_group = self._work_group  # type: ignore[attr-defined]
+                vars(one)["work_group"] = self._work_group
 
-    def _warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
-        # Once it is known whether there are several nodes.
-        if self._bucket_hook is adasum_bucket:
-            warn_of_trust_ratios(optimizers)
+    def close(self, optimizers: Sequence[Optimizer], *, trace_dir: str | None, rank: int) -> None:
+        """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
+        engine, self.engine = self.engine, None
+        self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
+        try:
+            if engine is not None:
+                engine.close()
+                if trace_dir is not None:
+                    engine.trace.write_if_possible(trace_dir, rank=rank)
+        finally:
+            self._end_shared_work(optimizers, has_failed=engine is not None and bool(engine.failure))
 
     def _end_shared_work(self, optimizers: Sequence[Optimizer], *, has_failed: bool) -> None:
         group, self._work_group = self._work_group, None
         if group is not None:
             for one in optimizers:
-                one.__dict__.pop("work_group", None)
-            if has_failed and self.root_device.type == "cuda":
-                forget(group)  # a failure has aborted all communicators: nothing is to be waited for
-            else:
-                dist.destroy_process_group(group)
+                vars(one).pop("work_group", None)
+            end_group(group, is_aborted=has_failed and self.device.type == "cuda")
 
-    def _note_plan(self, plan: CommPlan) -> None:
-        on_cuda = self.root_device.type == "cuda"
-        self.communication_plan = plan.describe(self._topology, on_cuda=on_cuda)
-        if self._bucket_hook is adasum_bucket:
+    def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warn of what Adasum takes from optimizers, once it is known whether there are several nodes."""
+        if self.bucket_hook is adasum_bucket:
+            warn_of_trust_ratios(optimizers)
+
+    def note_plan(self, plan: CommPlan) -> None:
+        """Put a plan into words."""
+        on_cuda = self.device.type == "cuda"
+        self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
+        if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        if on_cuda and (self._shares_update or plan.algorithms(self._topology, on_cuda=True) != ("flat",)):
+        if on_cuda and (self.shares_update or plan.algorithms(self.topology, on_cuda=True) != ("flat",)):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
 

@@ -64,7 +64,7 @@ CURES = {
 """What options and runs may have, and how to do without it."""
 
 
-class Pair(NamedTuple):
+class Exclusion(NamedTuple):
     """Two things that a run cannot have together."""
 
     one: str
@@ -81,7 +81,7 @@ _SEVERAL = "a sum may be used by several optimizers, of which some skip their st
 _PROVED = ", ".join(PRECISIONS)
 
 EXCLUDED = tuple(
-    Pair(*row)
+    Exclusion(*row)
     for row in (
         ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
         ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),

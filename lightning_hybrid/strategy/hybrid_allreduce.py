@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,29 +13,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checkpoint.mixin import DurableCheckpointMixin
-from lightning_hybrid.comm import CommPlan, CommTrace, HookState
+from lightning_hybrid.checkpoint.io import durable_by_default
+from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
-    bucket_caps_for_ddp,
     refuse_foreign_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     user_moves_batches,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetupMixin, trained_parameters
-from lightning_hybrid.strategy.failures import FailureReportMixin
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.feedback_state import FeedbackMixin
-from lightning_hybrid.strategy.half_precision import HalfPrecisionMixin
+from lightning_hybrid.strategy.half_precision import load_on_masters, with_masters
+from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
 from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
-from lightning_hybrid.strategy.registration import register_names
-from lightning_hybrid.strategy.rendezvous import RendezvousMixin
+from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
+from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
 
 if TYPE_CHECKING:
@@ -42,24 +46,11 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
-
-    from lightning_hybrid.strategy.plan_tuning import FitTuning
 else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduceMixin(
-    CommSetupMixin,
-    FeedbackMixin,
-    LocalSGDMixin,
-    SlicesMixin,
-    SharedUpdateMixin,
-    HalfPrecisionMixin,
-    DurableCheckpointMixin,
-    RendezvousMixin,
-    FailureReportMixin,
-    _Base,
-):
+class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMixin, _Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -89,6 +80,13 @@ class HybridAllReduceMixin(
 
     Source: Jia et al. 2018 (arXiv:1807.11205).
     """
+
+    registered_name = STRATEGY_NAME
+    _kind: Literal["pipeline"] | None = None
+    _watchdog_type: type[SetupWatchdog] = SetupWatchdog
+    _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
+    _checkpoint_io_type: type
+    checkpoint_io = durable_by_default
 
     def __init__(
         self,
@@ -126,9 +124,10 @@ class HybridAllReduceMixin(
     ) -> None:
         between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        for_ddp = self._take_options(
+        self._comm, self._failures = CommSetup(self._kind), FailureReports()
+        for_ddp = self._comm.take_options(
             ddp_kwargs,
-            own=inspect.signature(HybridAllReduceMixin).parameters,
+            own=inspect.signature(HybridAllReduce).parameters,
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,
@@ -137,7 +136,13 @@ class HybridAllReduceMixin(
             report=report,
             extensions=extensions,
         )
-        self._tuning: FitTuning | None = None
+        self.link_bytes_per_s, self._trace_dir = self._comm.link_bytes_per_s, self._comm.trace_dir
+        self._shard_update, self._loss_scale, self._tune = self._comm.shard_update, loss_scale, self._comm.tune
+        # Read by the mixins of features.
+        self._local_steps, self._plan, self._asked = self._comm._local_steps, self._comm._plan, self._comm.asked
+        self._comm_dtype, self._dtype_across_nodes = self._comm._comm_dtype, self._comm._dtype_across_nodes
+        self._averaged_parameters: set[int] | None = None  # by `id`
+        self._has_optimizers = False  # made before the module was converted
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -145,14 +150,25 @@ class HybridAllReduceMixin(
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
+            timeout=timeout_from(timeout),
+            start_method=start_method_from(start_method),
             **for_ddp,
         )
+
+    # Read by the mixins of features, until they are extensions.
+    _ending_error = property(lambda self: self._failures.ending_error)
+    _refuse_to_save_alone = property(lambda self: self._failures.refuse_to_save_alone)
+    _discover_topology = property(lambda self: lambda: self._comm.topology)
+    _hook_state = property(lambda self: self._comm.hook_state)
+
+    # ---- what others know ------------------------------------------------------------------------------------------
 
     @property
     def run_status(self) -> RunStatus:
         """What callbacks may know of the run."""
+        more: dict[str, Any] = {} if self._shared is None else dict(self._shared.placement)
+        if self._slices is not None:
+            more["own_state"] = self._slices.own_state
         return RunStatus(
             optimizer_steps=() if self._half is None else self._half.optimizer_steps,
             masters=self._masters,
@@ -162,23 +178,47 @@ class HybridAllReduceMixin(
             link_bytes_per_s=self.link_bytes_per_s,
             node_group=self._equal_ranks,
             verdict_group=None if self._nodes is None else self._nodes.group,
-            is_ending=self._ending_error is not None,
-            **({} if self._shared is None else self._shared.placement),
-            **({} if self._slices is None else {"own_state": self._slices.own_state}),
+            is_ending=self._failures.is_failing(),
+            **more,
         )
 
     @property
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
-        return None if self._engine is None else self._engine.trace
+        return None if self._comm.engine is None else self._comm.engine.trace
 
-    def set_world_ranks(self) -> None:
-        """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
-        super().set_world_ranks()
-        self._check_ranks_per_node()
+    @property
+    def _engine(self) -> CommEngine | None:  # type: ignore[override]
+        return self._comm.engine
+
+    @property
+    def communication_plan(self) -> str | None:
+        """Ranks, nodes, buckets and algorithms in one line, once known."""
+        return self._comm.communication_plan
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision in force, which Lightning's `trainer.precision` reads."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Put master weights in the place of Lightning's plain half precision; leave everything else."""
+        self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
+
+    @property
+    def _half(self) -> MasterWeightMixin | None:
+        return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
+
+    @property
+    def _masters(self) -> MasterWeights | None:
+        return None if self._half is None else self._half.masters
+
+    # ---- ranks meet ------------------------------------------------------------------------------------------------
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
+        self._failures.module = model
         if self._half is not None:
             refuse_two_precisions(model.trainer, self._half)
             # DDP's own flag: False between the batches of one step, whose gradients it does not average.
@@ -187,6 +227,29 @@ class HybridAllReduceMixin(
             )
         super().connect(model)
 
+    def _configure_launcher(self) -> None:
+        refuse_notebook(self.registered_name, self._start_method)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Set up as DDP; from here on a missing rank is named."""
+        self._failures.begin(self.parallel_devices or ())
+        super().setup_environment()
+        self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
+
+    def set_world_ranks(self) -> None:
+        """Set ranks and world size, and refuse `ranks_per_node` that does not fit: here both are known first."""
+        super().set_world_ranks()
+        if self.cluster_environment is not None:
+            self._comm.check_ranks(rank=self.global_rank, world_size=self.world_size)
+
+    def setup_distributed(self) -> None:
+        """Set up as DDP, with the store of `rendezvous.meet`."""
+        lightning_function("fabric.utilities.seed.reset_seed")()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -194,18 +257,25 @@ class HybridAllReduceMixin(
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
+            self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+            self._topology = self._comm.topology
         super().setup(trainer)
-        if self._engine is not None:
-            self._share_work(self.optimizers)
+        if self._failures.engine is not None:
+            self._comm.share_work(self.optimizers)
             self._connect_slices()
-            if self._shares_update:
+            if self._comm.shares_update:
                 self._begin_sharing(self._masters)
-            self._warn_of_reduction(self.optimizers)
-            self._end_setup_watchdog()  # the engine's watchdog names missing ranks from here on
+            self._comm.warn_of_reduction(self.optimizers)
+            self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
+
+    def _hidden(self) -> AbstractContextManager[None]:
+        """Hide, while the module is moved, what is not on this rank."""
+        return nullcontext()
 
     def model_to_device(self) -> None:
         """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
-        self._move_module()
+        with self._hidden():
+            super().model_to_device()
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
@@ -214,15 +284,14 @@ class HybridAllReduceMixin(
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
 
-    def _move_module(self) -> None:
-        super().model_to_device()
-
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        self._find_plan(self.model)
-        self._shares_update = self._check_sharing()
+        self._comm.find_plan(self.model, cut=() if self._slices is None else self._slices.names)
+        self._plan = self._comm.plan
+        self._comm.shares_update = self._check_sharing()
+        self._comm.plan = self._plan
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -231,20 +300,15 @@ class HybridAllReduceMixin(
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
-        caps = bucket_caps_for_ddp(model, self._plan, self._ddp_kwargs, num_nodes=self._topology.num_nodes)
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **(self._ddp_kwargs | caps))
+        return self._comm.wrap(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._engine = self._new_engine(keep_events=self._trace_dir is not None)
-        parameters, dtype = self.model.parameters(), self._comm_dtype
-        self._hook_state = HookState(engine=self._engine, comm_dtype=dtype, parameters=parameters)
-        self.model.register_comm_hook(self._hook_state, self._bucket_hook)
-        if self._tune != "off":
-            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
-
-            self._tuning = FitTuning(self._engine, self._tune, on_plan=self._note_plan)
+        engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
+        self._comm.engine = self._failures.engine = engine
+        self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
+        self._comm.begin_tuning(self._tune)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -275,68 +339,103 @@ class HybridAllReduceMixin(
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._failures.sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
-        self._obey_sigterm()
-        if self._engine is not None and self._engine.coder is not None:
-            assert self.lightning_module is not None
-            self._engine.coder.begin_step(self.lightning_module.trainer.global_step)
-        if self._tuning is not None:
-            self._tuning.before_batch(self.lightning_module)
+        if self._failures.sigterm is not None:
+            self._failures.sigterm.before_batch()
+        assert self.lightning_module is not None
+        self._comm.before_batch(self.lightning_module)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         outputs = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._tuning is not None:
-            self._tuning.after_optimizer_step()
+        self._comm.after_optimizer_step()
         return outputs
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as DDP, and return fp32: what a model in fp32 returns."""
+        outputs = super().predict_step(*args, **kwargs)
+        return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
+
+    def on_train_end(self) -> None:
+        """Make the last schedules' steps; endless overflow that no logged step has seen is an error now."""
+        super().on_train_end()
+        if self._half is not None:
+            self._half.on_train_end()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait as DDP; not on a rank that an error ends, as others do not come."""
+        if not self._failures.is_alone():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Broadcast as DDP; a rank that an error ends gets what it gives."""
+        return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
+
     # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save as DDP, unless a failure has left weights behind that no step has made."""
+        refuse_after_failure(self._comm.engine)
+        super().save_checkpoint(*args, **kwargs)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state, once schedules that wait for a step's outcome have set the learning rate."""
+        if self._half is not None:
+            self._half.run_deferred_schedules()
+        return super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         self._load_residuals(checkpoint)
         masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
         if masters is None or self._shared is not None:
-            return super().load_optimizer_state_dict(checkpoint)
-        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            with masters.swapped_in(optimizer):
-                optimizer.load_state_dict(state)
-                to_device(optimizer, self.root_device)
-        return None
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            load_on_masters(self.optimizers, checkpoint["optimizer_states"], self.root_device, masters.swapped_in)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
+        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        super().on_exception(exception)
+        name, precision = type(self).__name__, self.precision_plugin.precision
+        self._failures.close_report(exception, strategy=name, module=self.lightning_module, precision=precision)
+
     def teardown(self) -> None:
-        """Join the engine's threads, destroy its groups, give the module its fp32 weights back."""
-        engine, self._engine, self._tuning = self._engine, None, None
-        self.__dict__.pop("_hook_state", None)  # a codec's buckets are as large as all gradients
+        """End what a fit has begun, the last first: engine, masters, what the module lacks, then DDP's own."""
         try:
-            self._end_sharing(self._ended_by)
-            if engine is not None:
-                engine.close()
-                if self._trace_dir is not None:
-                    engine.trace.write_if_possible(self._trace_dir, rank=self.global_rank)
+            self._end_sharing(self._failures.ended_by)
         finally:
-            self._end_shared_work(self.optimizers, has_failed=engine is not None and bool(engine.failure))
-            self._averaged_parameters = None
-            if self._masters is not None:
-                self._masters.restore()  # before Lightning moves the module away from its masters
-            self._end_failure_reports()
-            super().teardown()
+            self._failures.engine = None
+            try:
+                self._comm.close(self.optimizers, trace_dir=self._trace_dir, rank=self.global_rank)
+            finally:
+                if self._masters is not None:
+                    self._masters.restore()  # before Lightning moves the module away from its masters
+                try:
+                    self._put_back()
+                finally:
+                    self._failures.end(self.lightning_module)
+                    with self._hidden():
+                        super().teardown()
+
+    def _put_back(self) -> None:
+        """Give the module back what a fit has taken from it."""
+        self._averaged_parameters = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register `hybrid_allreduce` and the variants that `ddp` has."""
-        register_names(strategy_registry, cls)
+        """Register the strategy's name and the variants that `ddp` has."""
+        register_names(strategy_registry, cls, cls.registered_name)

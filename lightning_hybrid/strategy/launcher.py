@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+from lightning_hybrid.checks import require_choice
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 
 # How long the ranks of a node may take to report which rank is dead. Our choice: they need about 5 s over Gloo, 15 s
@@ -17,13 +18,25 @@ GRACE_S = 30.0
 _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
 
 
-def refuse_notebook(name: str) -> None:
+def start_method_from(setting: str) -> Any:
+    """Return how the ranks of a node are started.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    why = "it is how the ranks of a node are started. Leave `strategy.start_method` out for 'popen'"
+    require_choice("start_method", setting, ("popen", "spawn", "fork", "forkserver"), why)
+    return setting
+
+
+def refuse_notebook(name: str, start_method: str) -> None:
     """Check, before ranks are started by repeating the command, that this is no interactive session.
 
     Raises:
         MisconfigurationException: with the name for notebooks.
     """
-    if hasattr(sys, "ps1") or sys.flags.interactive:  # as Lightning, whose error would name a variant of DDP
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    if start_method == "popen" and is_interactive:  # as Lightning, whose error would name a variant of DDP
         raise misconfiguration(
             f"`strategy` (={name!r}) must be started from a script: it repeats the command for each rank, and an "
             f"interactive session or a notebook has none. Write strategy='{name}_notebook' (in a strategy object "

@@ -11,13 +11,13 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checks import first_line, require_choice
+from lightning_hybrid.checks import first_line
 from lightning_hybrid.lightning_names import lightning_function
-from lightning_hybrid.strategy.launcher import let_ranks_report, refuse_notebook
-from lightning_hybrid.strategy.registration import PIPELINE_NAME, STRATEGY_NAME
+from lightning_hybrid.strategy.launcher import let_ranks_report
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
 GRACE_S = 5.0
@@ -199,60 +199,30 @@ def _no_answer(where: str, rank: int, timeout: timedelta) -> str:
 # ---- Lightning's seam ------------------------------------------------------------------------------------------------
 
 
-class RendezvousMixin:
-    """Strategy mixin: make the process group by `meet`, except under torchrun, whose agents have their store."""
+def connect_ranks(environment: Any, backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    """Make the process group by `meet`, except under torchrun, whose agents have their store. Collective.
 
-    # As Lightning's own methods (2.6), but for the store.
-
-    def __init__(self, *, timeout: timedelta | float, start_method: str, **kwargs: Any) -> None:
-        why = "it is how the ranks of a node are started. Leave `strategy.start_method` out for 'popen'"
-        require_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"), why)
-        self._starts_script = start_method == "popen"
-        super().__init__(timeout=timeout_from(timeout), start_method=start_method, **kwargs)  # type: ignore[call-arg]
-
-    def _configure_launcher(self) -> None:
-        if self._starts_script:
-            refuse_notebook(PIPELINE_NAME if hasattr(self, "num_stages") else STRATEGY_NAME)
-        super()._configure_launcher()  # type: ignore[misc]
-
-    def setup_distributed(self) -> None:
-        """Set up as the Trainer's DDP, with the store of `meet`.
-
-        Raises:
-            RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
-        """
-        mine: Any = self
-        lightning_function("fabric.utilities.seed.reset_seed")()
-        mine.set_world_ranks()
-        self._connect_ranks()
-
-    def _setup_distributed(self) -> None:
-        # Fabric's name of it.
-        mine: Any = self
-        mine._set_world_ranks()
-        self._connect_ranks()
-
-    def _connect_ranks(self) -> None:
-        mine: Any = self
-        mine._process_group_backend = mine._get_process_group_backend()
-        environment, kwargs = mine.cluster_environment, dict[str, Any](timeout=mine._timeout)
-        kwargs["device_id"] = mine.root_device if mine.root_device.type != "cpu" else None
-        if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            kwargs["store"] = meet(
-                address=environment.main_address,
-                port=environment.main_port,
-                rank=environment.global_rank(),
-                world_size=environment.world_size(),
-                timeout=mine._timeout,
-            )
-        try:
-            connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
-            connect(environment, mine._process_group_backend, **kwargs)
-        except dist.DistError as error:
-            raise RendezvousError(
-                f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
-                f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
-                "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
-                "the host's name. Has every process descriptors enough (`ulimit -n`)?"
-            ) from error
-        let_ranks_report()
+    Raises:
+        RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
+    """
+    assert timeout is not None
+    kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        kwargs["store"] = meet(
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=timeout,
+        )
+    try:
+        connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
+        connect(environment, backend, **kwargs)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"`WORLD_SIZE` (={environment.world_size()}) ranks met at {environment.main_address}:"
+            f"{environment.main_port} and must be able to connect to one another: {first_line(error)}. "
+            "GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the interface; where it is unset, it is that of "
+            "the host's name. Has every process descriptors enough (`ulimit -n`)?"
+        ) from error
+    let_ranks_report()

@@ -23,7 +23,7 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.test_readme import python_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "fabric" / "README.md"
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -446,7 +446,7 @@ def error_beside(name):
     """A collective of Fabric's fails on rank zero, and rank one is in its own code until it learns of it."""
     fabric = fabric_of()
     net = fabric.setup_module(Net())
-    engine = fabric.strategy._engine
+    engine = fabric.strategy._failures.engine
     end_s = time.monotonic() + 20
     if dist.get_rank() == 1:
         while not engine.failure and time.monotonic() < end_s:

@@ -45,12 +45,12 @@ class Tells(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 0:  # the tuner is made at the first batch
-            trainer.strategy._tuning.before_batch(module)
-            tuning = trainer.strategy._tuning._tuning
+            trainer.strategy._comm._tuning.before_batch(module)
+            tuning = trainer.strategy._comm._tuning._tuning
             tuning._report = lambda line: self.told.append((trainer.global_step, line))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        tuning = trainer.strategy._tuning._tuning
+        tuning = trainer.strategy._comm._tuning._tuning
         if self.tuned_at is None and tuning._do == tuning._rest:
             self.tuned_at = trainer.global_step
             self.plan = trainer.strategy._engine.plan

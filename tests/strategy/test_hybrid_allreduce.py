@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, MasterWeightPrecision, Report
-from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from tests import toy
 
 # ---- the same as plain DDP where nothing else was asked for ----------------------------------------------------------
@@ -98,14 +98,14 @@ def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
         raise AssertionError("another stream")
 
     monkeypatch.setattr(
-        "lightning_hybrid.strategy.hybrid_allreduce.DistributedDataParallel", lambda *a, **k: seen.append((a, k))
+        "lightning_hybrid.strategy.comm_setup.DistributedDataParallel", lambda *a, **k: seen.append((a, k))
     )
     monkeypatch.setattr(HybridAllReduceStrategy, "determine_ddp_device_ids", lambda self: [3])
     for name in ("Stream", "stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, no_stream)
     module = nn.Linear(1, 1)
-    strategy = HybridAllReduceStrategy(find_unused_parameters=True)
-    strategy._topology = Topology.from_ranks_per_node(rank=0, world_size=1, ranks_per_node=1)
+    strategy = HybridAllReduceStrategy(find_unused_parameters=True, ranks_per_node=1)
+    strategy._comm.begin(0, 1, torch.device("cpu"), None)
     strategy._setup_model(module)
     ((args, kwargs),) = seen
     assert args == (module,)

@@ -23,7 +23,7 @@ from lightning_hybrid import DynamicLossScale, HybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 
-README = Path(__file__).parents[2] / "lightning_hybrid" / "strategy" / "README.md"
+README = Path(__file__).parents[2] / "lightning_hybrid" / "strategy" / "migration.md"
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
 
 

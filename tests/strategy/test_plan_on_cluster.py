@@ -73,7 +73,8 @@ def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypat
     """As they get ready, without what is frozen; by the dtype of the largest, or that on the wire."""
     asked = []
     monkeypatch.setattr(
-        plan_search, "choose_plan", lambda *args, **settings: asked.append((args, settings)) or CommPlan()
+        "lightning_hybrid.planning.cluster.choose_plan",
+        lambda *args, **settings: asked.append((args, settings)) or CommPlan(),
     )
     module = nn.Sequential(nn.Linear(3, 5).half(), nn.LayerNorm(5), nn.Linear(5, 2).half())
     module[2].bias.requires_grad_(False)

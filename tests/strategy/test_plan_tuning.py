@@ -32,7 +32,7 @@ class Watches(pl.Callback):
             self.plans.append(trainer.strategy._engine.plan)
 
     def on_train_end(self, trainer, module):
-        tuning = trainer.strategy._tuning
+        tuning = trainer.strategy._comm._tuning
         self.is_tuned = tuning is not None and tuning._tuning is not None
         self.line = trainer.strategy.communication_plan
 

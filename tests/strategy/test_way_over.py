@@ -1,4 +1,4 @@
-"""The tables of the strategy's README for users of other libraries: what stands in their middle column trains."""
+"""The tables of the page for users of other libraries: what stands in their middle column trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import toy
 from tests.data.images.pictures import write_root
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "lightning_hybrid" / "strategy" / "README.md"
+README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
 # Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
 # the keys of commands.
@@ -40,9 +40,9 @@ PROVED_BY = {
 
 def rows() -> dict[str, list[tuple[str, str]]]:
     """The first two columns of each table, by the name of the library."""
-    text = README.read_text().partition("## Coming from another library")[2].partition("\n## ")[0]
+    text = README.read_text().partition("## Checkpoints of other libraries")[0]
     found = {}
-    for section in text.split("\n### ")[1:]:
+    for section in text.split("\n## ")[1:]:
         lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
         found[section.splitlines()[0]] = [(had.strip(), write.strip()) for had, write, *_ in lines[1:]]
     return found
@@ -199,12 +199,12 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
     [
         (
             {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-            "give comm_dtype='float16'",
+            "give comm=Comm\\(dtype='float16'",
         ),
-        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, .* use strategy='ddp'"),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, use strategy='ddp'"),
         ({"ddp_comm_state": object()}, "use strategy='ddp'"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),
-        ({"model_averaging_period": 4}, "for local steps use strategy='ddp'"),
+        ({"model_averaging_period": 4}, "in place of averages of models between_nodes=LocalSteps"),
     ],
     ids=["fp16", "PowerSGD", "state", "wrapper", "local SGD"],
 )

@@ -28,7 +28,7 @@ def adasum_bucket(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Raises:
         TypeError: for sparse gradients.
-        ValueError: if nodes or plan do not fit (`engine/adasum.py`).
+        ValueError: if nodes or plan do not fit (`combine.py`).
         RuntimeError: if the engine has failed or is closed.
 
     Source: Maleki et al. 2020 (arXiv:2006.02924).

@@ -150,15 +150,15 @@ class CommEngine:
         codec, topology = self.dtype_across_nodes, self.topology
         if not isinstance(codec, Codec):
             return None
-        if topology.num_nodes == 1:
-            if topology.rank == 0:
-                warnings.warn(
-                    f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all "
-                    "ranks are on one node, where sums keep their dtype",
-                    stacklevel=3,
-                )
-            return None
-        return Coder(codec, self.device, self.trace.count_rounding)
+        if topology.num_nodes > 1:
+            return Coder(codec, self.device, self.trace.count_rounding)
+        if topology.rank == 0:
+            warnings.warn(
+                f"`between_nodes.dtype` (='int{codec.bits}') has nothing to do: all ranks are on one node, where "
+                "sums keep their dtype",
+                stacklevel=3,
+            )
+        return None
 
     @property
     def _on_cuda(self) -> bool:
@@ -267,10 +267,8 @@ class CommEngine:
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
         assert self.coder is not None
-        flat, new_job = bucket.flat, self._new_job
-        blocks = Blocks.of(self.coder, flat, block_ids, feedback)
-        if bucket.is_last:
-            self.coder.turn += 1  # a step may have several sums of all gradients
+        flat, new_job, blocks = bucket.flat, self._new_job, Blocks.of(self.coder, bucket.flat, block_ids, feedback)
+        self.coder.turn += int(bucket.is_last)  # a step may have several sums of all gradients
 
         def job(part: Tensor) -> Job:
             # The empty part is that of the checksum, which is exact: it travels as it is.

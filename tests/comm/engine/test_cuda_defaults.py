@@ -22,7 +22,7 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, choose_plan
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
-from lightning_hybrid.strategy.comm_setup import CommSetupMixin
+from lightning_hybrid.strategy.comm_setup import CommSetup
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")
 
@@ -168,9 +168,9 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     device, algorithm, shares_update, is_said
 ):
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
-    setup = SimpleNamespace(root_device=torch.device(device), _topology=topology, _bucket_hook=None)
-    setup._shares_update = shares_update
-    CommSetupMixin._note_plan(setup, CommPlan(algorithm=algorithm))
+    setup = CommSetup()
+    setup.device, setup.topology, setup.shares_update = torch.device(device), topology, shares_update
+    setup.note_plan(CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 
 

@@ -267,13 +267,13 @@ def test_only_the_last_chunk_of_a_bucket_is_padded(fake_world, cuda):
 
 
 def test_shards_are_aligned_and_a_chunk_with_a_checksum_is_copied_once(fake_world, cuda, monkeypatch):
-    numels, reduce_scatter = [], stages._reduce_scatter
+    numels, reduce_scatter = [], stages.node_exchange.reduce_scatter
 
     def noting(shard, whole, group):
         numels.append((shard.numel(), whole.numel()))
         reduce_scatter(shard, whole, group=group)
 
-    monkeypatch.setattr(stages, "_reduce_scatter", noting)
+    monkeypatch.setattr(stages.node_exchange, "reduce_scatter", noting)
     engine = engine_of("two_level")
     del cuda.operations[:]
     engine.submit(torch.zeros(300_001), bucket_index=0, is_last=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.device_waits import DeviceWaits
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.strategy import failures
+from lightning_hybrid.strategy import setup_watchdog
 from tests.comm.engine.recording_cuda import CUDA, Cuda
 
 
@@ -58,9 +59,9 @@ def stalled_pipeline():
     """Rank 0's device waits for a message of rank 1, which is in user code."""
     with pytest.MonkeyPatch.context() as patch:
         cuda, aborted, errors = Cuda().installed(patch), threading.Event(), []
-        patch.setattr(failures, "abort_all", lambda limit_s: aborted.set())
+        patch.setattr(setup_watchdog, "abort_all", lambda limit_s: aborted.set())
         watchdog = PipelineWatchdog(timeout=timedelta(seconds=3), device=CUDA)
-        watchdog.on_failure = errors.append
+        watchdog.engine = SimpleNamespace(abort=errors.append)
         if dist.get_rank() == 0:
             watchdog.note("stage 0, backward of micro-batch 2", is_waiting=True)
             watchdog.wait_for(cuda.hang)  # as NCCL's: the host goes on, and the device does not

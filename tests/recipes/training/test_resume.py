@@ -130,6 +130,13 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
     assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
 
 
+def test_a_checkpoint_of_0_2_names_the_network_where_it_was(tmp_path):
+    kept = resume.saved_configuration(configured(tmp_path))
+    kept["model"]["_target_"] = "lightning_hybrid.models.AlexNetBN"
+    saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
+    assert resume.checkpoint(configured(tmp_path, "resume=auto")) is not None
+
+
 def test_what_changes_no_number_may_change(tmp_path):
     before = {"model": {"depth": 50, "checkpoint_activations": False, "slice_fc": "node"}}
     path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})

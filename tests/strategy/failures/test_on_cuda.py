@@ -13,7 +13,8 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.pipeline import rank_layout
-from lightning_hybrid.strategy import comm_setup
+from lightning_hybrid.strategy import node_groups
+from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
 from lightning_hybrid.strategy.local_steps import extension as local_steps
 
@@ -63,7 +64,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     saved = []
     monkeypatch.setattr(DDPStrategy, "save_checkpoint", lambda self, *args: saved.append(args))
     strategy = strategy_on(device_type)
-    strategy._engine = failed_engine(device_type)
+    strategy._comm.engine = failed_engine(device_type)
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
@@ -75,7 +76,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
 def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatch):
     monkeypatch.setattr(DDPStrategy, "on_exception", lambda self, exception: None)
     strategy = strategy_on("cuda")
-    strategy._engine = failed_engine("cuda")
+    strategy._failures.engine = failed_engine("cuda")
     strategy.set_world_ranks = lambda: None
     error = ValueError("an illegal value")
     strategy.on_exception(error)
@@ -88,13 +89,13 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
     seen = []
-    for module in (comm_setup, rank_layout):
+    for module in (node_groups, rank_layout):
         monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
-    strategy = comm_setup.CommSetupMixin()
-    strategy.root_device, strategy._work_group = torch.device("cuda"), "work"
-    strategy._end_shared_work([], has_failed=has_failed)
+    comm = CommSetup()
+    comm.device, comm._work_group = torch.device("cuda"), "work"
+    comm._end_shared_work([], has_failed=has_failed)
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)

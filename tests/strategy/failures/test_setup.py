@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.strategy.failures import SetupWatchdog
+from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from tests import toy
 from tests.rank_pool import RankError
 
@@ -105,17 +105,17 @@ def watches_after(kind):
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._setup_watchdog is None)
+            seen.append(trainer.strategy._failures.setup_watchdog is None)
 
         def on_test_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._setup_watchdog is not None)
+            seen.append(trainer.strategy._failures.setup_watchdog is not None)
 
     trainer.callbacks.append(Looks())
     if kind == "fit":
         trainer.fit(toy.Toy(), toy.loader())
     else:
         trainer.test(toy.Toy(), toy.loader(), verbose=False)
-    return seen, trainer.strategy._setup_watchdog is None
+    return seen, trainer.strategy._failures.setup_watchdog is None
 
 
 @pytest.mark.parametrize("kind", ["fit", "test"])
