@@ -170,15 +170,15 @@ def test_other_bits_are_found():
 def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
     def run_world(given, run, **settings):
         torch.save({"weight": torch.full((9,), 1.05 if given.on_cuda else 1.0)}, given.folder / f"{given.device}.pt")
-        return [{"bits": str(rank // num_alike)} for rank in range(settings["num_ranks"])]
+        return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
-    given, num_alike = Given(device="cuda", folder=tmp_path, limit_s=1), 8
+    given, num_equal = Given(device="cuda", folder=tmp_path, limit_s=1), 8
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert features.fits_as_on_cpu("bf16", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
     with pytest.raises(AssertionError, match="agree with the CPU to"):
         features.fits_as_on_cpu("flat", given)
-    num_alike = 7
+    num_equal = 7
     with pytest.raises(AssertionError, match="over nccl ranks must end with the same bits"):
         features.fits_as_on_cpu("int4", given)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
