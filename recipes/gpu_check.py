@@ -4,7 +4,7 @@
   minutes=50          of all checks; those that are left, and one that is cut, are skipped
   only=NAME,...       these checks alone: each line of the output starts with its name
   again=NAME,...      these too, although they passed here before: started again, it goes on where it was ended
-  readme=README.md    run nothing: write what out holds into this file's table of results
+  readme=FILE         run nothing: write what out holds into this file's table of results (recipes/records/README.md)
   --device cpu        what makes sense without a GPU
 
 Examples

@@ -1,4 +1,4 @@
-"""What a check leaves: a page, an archive to send, three plain lines, rows for README's table of results."""
+"""What a check leaves: a page, an archive to send, three plain lines, rows for the records' table of results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from recipes.gpu.runner import Check, CheckOutcome, Details, summary
 ARCHIVE = "gpu_report.zip"
 MOST_BYTES = 4 * 2**20  # of logs, before compression: the archive stays below 5 MB
 COMMAND = "`python recipes/gpu_check.py`"
+RECORDS = "recipes/records/README.md"
 _STYLE = """<style> td:first-child { white-space: nowrap; } td:last-child { overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 0.85rem; } @media (max-width: 40rem) { td { padding-right: 0.4rem; } }
 .FAIL { color: #d33; font-weight: bold; } .PASS, .FAST { color: #2a8f3c; } .SKIP, .SLOW { color: #b8860b; } </style>"""
@@ -85,11 +86,11 @@ def _text(text: Any) -> str:
     return html_page.paragraph(str(text)).replace("<p>", "<pre>").replace("</p>", "</pre>")
 
 
-# ---- README ----------------------------------------------------------------------------------------------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 def rows(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> list[str]:
-    """Return rows of README's table of results: what holds, then each check of speed that gave a number."""
+    """Return rows of the records' table of results: what holds, then each check of speed that gave a number."""
     gpus = environment.get("gpus") or ["a CPU"]
     said = [" ".join(promises(checks, outcomes)[:2])]
     said += [one.message.replace("|", "/") for one in outcomes if one.status in ("FAST", "SLOW")]
@@ -97,15 +98,17 @@ def rows(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment:
     return [f"| {COMMAND} | {where}: {words} | {ARCHIVE} of {commit[:8]} |" for words in said]
 
 
-def write_rows(readme: Path, new: Sequence[str]) -> None:
-    """Put rows at the end of the table under `## Results`, in place of those that an earlier check put there.
+def write_rows(page: Path, new: Sequence[str]) -> None:
+    """Put rows at the end of the first table after `## Results`, in place of those that an earlier check put there.
 
     Raises:
         ValueError: there is no such table.
     """
-    before, heading, rest = (readme.read_text() if readme.is_file() else "").partition("\n## Results\n")
-    table, gap, after = rest.partition("|\n\n")
-    if not gap:
-        raise ValueError(f"`readme` (={readme}) must be a file with a table under `## Results`: readme=README.md.")
-    kept = [line for line in f"{table}|".splitlines() if not line.startswith(f"| {COMMAND} |")]
-    readme.write_text(before + heading + "\n".join([*kept, *new]) + gap[1:] + after)
+    lines = page.read_text().splitlines() if page.is_file() else []
+    heading = next((at for at, line in enumerate(lines) if line.startswith("## Results")), len(lines))
+    start = next((at for at in range(heading, len(lines)) if lines[at].startswith("|")), None)
+    if start is None:
+        raise ValueError(f"`readme` (={page}) must have a table under `## Results`: readme={RECORDS}.")
+    end = next((at for at in range(start, len(lines)) if not lines[at].startswith("|")), len(lines))
+    kept = [line for line in lines[start:end] if not line.startswith(f"| {COMMAND} |")]
+    page.write_text("\n".join([*lines[:start], *kept, *new, *lines[end:], ""]))

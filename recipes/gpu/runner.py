@@ -187,7 +187,7 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     keys = dict(each.partition("=")[::2] for each in given)
     for key in keys:
         if key not in ("out", "minutes", "only", "again", "readme"):
-            known = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=README.md"
+            known = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
             raise ValueError(f"`{key}` is not known: give {known}.")
     return keys
 
