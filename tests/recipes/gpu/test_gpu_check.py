@@ -55,6 +55,21 @@ def hangs(given):
     time.sleep(600)
 
 
+def raises_on_one(given, rank, num_ranks):
+    if rank == 1:
+        raise KeyError("the telling word")
+    return {"rank": rank}
+
+
+def fails_on_a_rank(given):
+    return {"answers": worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)}
+
+
+def is_gone(path):
+    process = Path(f"/proc/{path.read_text()}/stat")
+    return not process.exists() or "Z" in process.read_text().split()[2]
+
+
 def run_all(checks, out, *, limit_s=600):
     said = []
     found = runner.run_checks(checks, "cpu", out, limit_s=limit_s, on_outcome=said.append)
@@ -64,27 +79,24 @@ def run_all(checks, out, *, limit_s=600):
 
 @pytest.mark.long
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
-    checks = [Check(name=run.__name__, run=run, limit_s=60) for run in (is_wrong, dies, leaves, is_elsewhere, is_well)]
-    found = run_all([*checks[:2], Check(name="hangs", run=hangs, limit_s=HANGS_AFTER_S), *checks[2:]], tmp_path)
+    runs = (is_wrong, dies, hangs, fails_on_a_rank, leaves, is_elsewhere, is_well)
+    limits_s = dict.fromkeys(runs, 60) | {hangs: HANGS_AFTER_S}
+    found = run_all([Check(name=run.__name__, run=run, limit_s=limits_s[run]) for run in runs], tmp_path)
     messages = {
         "is_wrong": ("FAIL", "AssertionError: two is not three"),
         "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
         "hangs": ("FAIL", f"not done after {HANGS_AFTER_S} s; see {tmp_path}/hangs/log"),
+        "fails_on_a_rank": ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'"),
         "leaves": ("FAIL", f"its process ended with exit code 3; see {tmp_path}/leaves/log"),
         "is_elsewhere": ("SKIP", "there is no such thing here"),
         "is_well": ("PASS", "all is well"),
     }
     assert {name: (one.status, one.message) for name, one in found.items()} == messages
-    process = Path(f"/proc/{(tmp_path / 'hangs' / 'pid').read_text()}/stat")
-    assert not process.exists() or "Z" in process.read_text().split()[2], "what it started must end with it"
-    runner.write_outcomes(tmp_path / "report.json", list(found.values()), gpu_check.machine.gpu_environment(ROOT))
-    again, environment = runner.read_report(tmp_path / "report.json")
-    assert again == list(found.values())
-    assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= environment.keys()
+    assert is_gone(tmp_path / "hangs" / "pid"), "what it started must end with it"
     assert found["is_well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
     assert "what led to it" in found["is_wrong"].details["log"]
     assert "and more" in found["is_wrong"].details["error"]
-    assert runner.tables(again) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
+    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
 
 
 def sleeps(given):
@@ -136,28 +148,15 @@ def test_what_makes_the_groups_of_nccl_is_recorded(monkeypatch):
     for value in ("0", "1"):
         monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
         monkeypatch.setattr(dist.Backend, "_plugins", {})
-        found[value] = gpu_check.machine.gpu_environment(ROOT)["nccl_made_by"]
+        environment = gpu_check.machine.gpu_environment(ROOT)
+        assert {"commit", "has_changes", "lightning", "triton", "cuda", "python"} <= environment.keys()
+        found[value] = environment["nccl_made_by"]
     has_two = hasattr(dist, "ProcessGroupNCCL2")
     assert has_two is ("nccl2" in str(found["1"])) is (found["0"] != found["1"])
     assert (found["0"] is None) is not dist.is_nccl_available()
 
 
 # ---- the checks can fail -------------------------------------------------------------------------------------------
-
-
-def raises_on_one(given, rank, num_ranks):
-    if rank == 1:
-        raise KeyError("the telling word")
-    return {"rank": rank}
-
-
-def fails_on_a_rank(given):
-    return {"answers": worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)}
-
-
-def test_a_rank_that_fails_is_named(tmp_path):
-    found = run_all([Check(name="ranks", run=fails_on_a_rank, limit_s=60)], tmp_path)["ranks"]
-    assert (found.status, found.message) == ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'")
 
 
 def test_other_bits_are_found():
@@ -242,8 +241,7 @@ def test_killed_in_the_middle_it_leaves_nothing_behind_and_goes_on_there(tmp_pat
     with subprocess.Popen(command, env=there) as first:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         first.kill()
-    process = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    wait_until(lambda: not process.exists() or "Z" in process.read_text().split()[2])
+    wait_until(lambda: is_gone(tmp_path / "pid"))
     subprocess.run(command, env=there, check=True, timeout=300)
     assert (tmp_path / "ran").read_text() == "abbc"
     found, _ = runner.read_report(tmp_path / "report.json")
@@ -268,6 +266,7 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path):
     (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
     (tmp_path / "bad" / "nccl.7.log").write_text("NCCL version 2\n" + "x" * 100_000)
     runner.write_outcomes(tmp_path / "report.json", found, {"torch": "2", "topology": "a\nb"})
+    assert runner.read_report(tmp_path / "report.json") == (found, {"torch": "2", "topology": "a\nb"})
     page.write(tmp_path, checks, found, {"torch": "2", "topology": "a\nb"})
     html = (tmp_path / "report.html").read_text()
     assert all(line in html for line in (*promised, "&lt;b&gt;", "Traceback &lt;x&gt;", "<pre>a\nb</pre>", "viewport"))
@@ -277,13 +276,15 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path):
         assert archive.read("bad/rank0.log").endswith(b"the end")
         assert archive.read("bad/nccl.7.log").startswith(b"NCCL version 2")
         assert {"report.json", "report.html"} < set(archive.namelist())
-    readme = tmp_path / "README.md"
-    readme.write_text("\n## Results\n\n| command |\n|---|\n| `x` | 1 | y |\n\nAfter.\n")
-    for _ in range(2):
-        assert gpu_check.main([f"readme={readme}", f"out={tmp_path}"]) == 0
-    lines = readme.read_text().splitlines()
-    assert [line[:3] for line in lines] == ["", "## ", "", "| c", "|--", "| `", "| `", "| `", "", "Aft"]
-    assert "quick / x" in lines[7]
+    records, before = tmp_path / "README.md", (ROOT / page.RECORDS).read_text()
+    for text in (before, f"{before}\nAfter.\n"):
+        records.write_text(text)
+        for _ in range(2):
+            assert gpu_check.main([f"readme={records}", f"out={tmp_path}"]) == 0
+        new = [line for line in records.read_text().splitlines(keepends=True) if line.startswith(f"| {page.COMMAND} |")]
+        assert records.read_text() == before + "".join(new) + text.removeprefix(before)
+        assert "Holds here: what is good." in new[0]
+        assert "quick / x" in new[1]
 
 
 def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
