@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,43 +27,33 @@ from tests.without import environment_without
 HANGS_AFTER_S = 4  # ample for a process that is forked and starts another
 
 
-def is_well(given):
-    print("said aside")
+def ends(how, given):
+    """Be a check that ends by `how`; one that hangs has a process of its own, which must not be left behind either."""
+    print("what led to it")
+    if how == "wrong":
+        raise AssertionError("two is not three\nand more")
+    if how == "elsewhere":
+        raise NotHere("there is no such thing here")
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "leaves":
+        os._exit(3)
+    if how == "of_a_rank":
+        worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)
+    if how == "hangs":
+        (given.folder / "pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
     return {"message": "all is well", "table": [{"arm": "one", "ms": 1.5}], "device": given.device}
 
 
-def is_wrong(given):
-    print("what led to it")
-    raise AssertionError("two is not three\nand more")
-
-
-def is_elsewhere(given):
-    raise NotHere("there is no such thing here")
-
-
-def dies(given):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def leaves(given):
-    os._exit(3)
-
-
-def hangs(given):
-    """With a process of its own, which must not be left behind either."""
-    child = subprocess.Popen(["sleep", "600"])
-    (given.folder / "pid").write_text(str(child.pid))
-    time.sleep(600)
+def check(how, **settings):
+    return Check(name=how, run=partial(ends, how), **{"limit_s": 60} | settings)
 
 
 def raises_on_one(given, rank, num_ranks):
     if rank == 1:
         raise KeyError("the telling word")
-    return {"rank": rank}
-
-
-def fails_on_a_rank(given):
-    return {"answers": worlds.run_world(given, raises_on_one, num_ranks=2, limit_s=50)}
+    return {}
 
 
 def is_gone(path):
@@ -79,34 +70,28 @@ def run_all(checks, out, *, limit_s=600):
 
 @pytest.mark.long
 def test_what_fails_dies_or_hangs_is_a_line_and_the_next_check_runs(tmp_path):
-    runs = (is_wrong, dies, hangs, fails_on_a_rank, leaves, is_elsewhere, is_well)
-    limits_s = dict.fromkeys(runs, 60) | {hangs: HANGS_AFTER_S}
-    found = run_all([Check(name=run.__name__, run=run, limit_s=limits_s[run]) for run in runs], tmp_path)
+    checks = [check(how) for how in ("wrong", "dies", "of_a_rank", "leaves", "elsewhere", "well")]
+    found = run_all([check("hangs", limit_s=HANGS_AFTER_S), *checks], tmp_path)
     messages = {
-        "is_wrong": ("FAIL", "AssertionError: two is not three"),
+        "wrong": ("FAIL", "AssertionError: two is not three"),
         "dies": ("FAIL", f"its process ended by signal 11; see {tmp_path}/dies/log"),
         "hangs": ("FAIL", f"not done after {HANGS_AFTER_S} s; see {tmp_path}/hangs/log"),
-        "fails_on_a_rank": ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'"),
+        "of_a_rank": ("FAIL", "AssertionError: rank 1 of 2: KeyError: 'the telling word'"),
         "leaves": ("FAIL", f"its process ended with exit code 3; see {tmp_path}/leaves/log"),
-        "is_elsewhere": ("SKIP", "there is no such thing here"),
-        "is_well": ("PASS", "all is well"),
+        "elsewhere": ("SKIP", "there is no such thing here"),
+        "well": ("PASS", "all is well"),
     }
     assert {name: (one.status, one.message) for name, one in found.items()} == messages
     assert is_gone(tmp_path / "hangs" / "pid"), "what it started must end with it"
-    assert found["is_well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
-    assert "what led to it" in found["is_wrong"].details["log"]
-    assert "and more" in found["is_wrong"].details["error"]
-    assert runner.tables(list(found.values())) == "is_well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
-
-
-def sleeps(given):
-    time.sleep(60)
+    assert found["well"].details == {"table": [{"arm": "one", "ms": 1.5}], "device": "cpu"}
+    assert "what led to it" in found["wrong"].details["log"]
+    assert "and more" in found["wrong"].details["error"]
+    assert runner.tables(list(found.values())) == "well\n\n| arm | ms  |\n|-----|-----|\n| one | 1.5 |"
 
 
 def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_own_limit_fails(tmp_path):
-    cases = {"late": (60, 0.0, "SKIP"), "cut": (60, 1.0, "SKIP"), "slow": (1, 60.0, "FAIL")}
-    for name, (limit_s, total_s, status) in cases.items():
-        found = run_all([Check(name=name, run=sleeps, limit_s=limit_s)], tmp_path, limit_s=total_s)[name]
+    for limit_s, total_s, status in ((60, 0.0, "SKIP"), (60, 1.0, "SKIP"), (1, 60.0, "FAIL")):
+        found = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)["hangs"]
         assert found.status == status
         assert (found.message == "no time left: give more `minutes`") is (status == "SKIP")
         assert found.seconds >= min(limit_s, total_s)
@@ -116,11 +101,11 @@ def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(tmp_path, 
     environment, written = {"commit": "abc", "has_changes": False}, []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
     statuses = {"well": "PASS", "slow": "SLOW", "wrong": "FAIL"}
-    monkeypatch.setattr(gpu_check, "CHECKS", [Check(name=each, run=is_well, limit_s=60, gpu_s=90) for each in statuses])
+    monkeypatch.setattr(gpu_check, "CHECKS", [check(each, gpu_s=90) for each in statuses])
 
-    def run_one(check, *args, **kwargs):
-        written.append([one.name for one in runner.read_report(tmp_path / "report.json")[0]] if written else [])
-        return runner.CheckOutcome(name=check.name, status=statuses[check.name], seconds=0, message="", details={})
+    def run_one(one, *args, **kwargs):
+        written.append([each.name for each in runner.read_report(tmp_path / "report.json")[0]] if written else [])
+        return runner.CheckOutcome(name=one.name, status=statuses[one.name], seconds=0, message="")
 
     def num_run(*more):
         del written[:]
@@ -257,7 +242,7 @@ def wait_until(is_so, limit_s=200):
 
 def test_page_archive_and_rows_say_what_was_found(tmp_path):
     statuses = {"good": "PASS", "bad": "FAIL", "late": "SKIP", "quick": "FAST"}
-    checks = [Check(name=name, run=is_well, limit_s=1, promise=f"what is {name}") for name in statuses][:3]
+    checks = [check(name, promise=f"what is {name}") for name in statuses][:3]
     shared = {"seconds": 1, "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}}
     found = [runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared) for n, s in statuses.items()]
     promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried: what is late."]
@@ -276,15 +261,17 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path):
         assert archive.read("bad/rank0.log").endswith(b"the end")
         assert archive.read("bad/nccl.7.log").startswith(b"NCCL version 2")
         assert {"report.json", "report.html"} < set(archive.namelist())
-    records, before = tmp_path / "README.md", (ROOT / page.RECORDS).read_text()
-    for text in (before, f"{before}\nAfter.\n"):
-        records.write_text(text)
+    records, before = tmp_path / "README.md", "| command |\n|---|\n| `x` | 1 | y |\n"
+    before = f"{before}\n{(ROOT / page.RECORDS).read_text().rpartition('## Results')[1]}\n\n{before}"
+    for after in ("", "\nAfter.\n"):
+        records.write_text(before + after)
         for _ in range(2):
             assert gpu_check.main([f"readme={records}", f"out={tmp_path}"]) == 0
-        new = [line for line in records.read_text().splitlines(keepends=True) if line.startswith(f"| {page.COMMAND} |")]
-        assert records.read_text() == before + "".join(new) + text.removeprefix(before)
-        assert "Holds here: what is good." in new[0]
-        assert "quick / x" in new[1]
+        good, quick = records.read_text().removeprefix(before).removesuffix(after).splitlines()
+        assert good.startswith(
+            f"| {page.COMMAND} | 1 x a CPU, torch 2: Holds here: what is good. Does not hold here: what is bad. |"
+        )
+        assert "quick / x" in quick
 
 
 def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
