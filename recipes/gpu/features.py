@@ -67,9 +67,9 @@ class Sharded(Plain):
 class Feature:
     """One fit, as it differs from 16-true with LARS on two nodes.
 
-    `bound`: of the norm of any parameter, between GPUs and CPU, several times what other kernels of the CPU, and images
-    that differ by a part of one rounding, move the fit. `by_gloo`: whether Gloo carries all of its messages between ranks of one GPU, where NCCL
-    has none; it sends no tensor of a GPU from one rank to another.
+    `bound`: of the norm of any parameter, between GPUs and CPU: several times what other kernels of the CPU, and images
+    that differ by an eighth of a rounding, move the fit. `by_gloo`: whether Gloo carries all of its messages between
+    ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
     """
 
     promise: str
@@ -94,7 +94,7 @@ FEATURES: dict[str, Feature] = {
     "parallel_flat": _SUMS(comm={"algorithm": "parallel_flat"}),
     "hierarchical": _SUMS(comm={"algorithm": "hierarchical"}),
     "two_level": _SUMS(comm={"algorithm": "two_level"}),
-    # 5 times 3.0e-2, by images that differ by 2**-11 of themselves, a quarter of a rounding to bf16.
+    # 5 times 3.0e-2, by images that differ by 2**-11 of themselves, an eighth of a rounding.
     "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.15, by_gloo=True),
     "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
     "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
