@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.comm import CommEngine
 from recipes.gpu.fits import NUM_BATCHES, Small, loader, same_bits, short_fit
-from recipes.gpu.runner import ROOT, Details, Given
+from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
 TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
+_OWN = (__file__, warnings.__file__)
 
 
 def waits(given: Given) -> Details:
@@ -60,8 +61,9 @@ def waits(given: Given) -> Details:
     weight.add_(1)
     host.wait()
     assert (copied == 2).all(), f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
-    message = "sum, backward, prefetcher and checkpoint wait"
-    return {"message": message if given.on_cuda else f"{message} (no streams on a CPU: the arithmetic alone was tried)"}
+    if not given.on_cuda:
+        raise NotHere("there are no streams on a CPU: the arithmetic alone was tried, and is right")
+    return {"message": "sum, backward, prefetcher and checkpoint wait"}
 
 
 class _Doubled:
@@ -138,9 +140,9 @@ class _Watches(pl.Callback):
         self._catching.__exit__(None, None, None)
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a wait that torch warns of, by the innermost line outside torch."""
+        """Note a wait that torch warns of, by the innermost line outside torch and `warnings`."""
         if "synchroniz" in str(message):
-            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename not in _OWN]
             path = frames[-1].filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
             self.places[f"{path}:{frames[-1].lineno}"] += 1
 
@@ -153,5 +155,7 @@ def who_waits(given: Given) -> Details:
         short_fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
         table += [{"optimizer": optimizer, "where": place, "times": times} for place, times in watch.places.items()]
     ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
+    if not given.on_cuda:
+        raise NotHere("no step waits for a CPU: it was tried that these fits end")
     assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
     return {"message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}
