@@ -1,90 +1,122 @@
-"""Check of a machine's GPU: fits, resume, streams, kernels, speed and, with two GPUs, NCCL and a rank that dies.
+"""Check of a machine's GPUs: fits, every feature on several ranks, lost ranks, streams, kernels, speed.
 
-  out=gpu_check       where report.json goes, written after each check
-  minutes=            of all checks; those that are left are skipped. Unset: 12 with one GPU, 20 with several
+  out=gpu_check       where report.json, report.html and gpu_report.zip go, written after each check
+  minutes=50          of all checks; those that are left, and one that is cut, are skipped
   only=NAME,...       these checks alone: each line of the output starts with its name
   again=NAME,...      these too, although they passed here before: started again, it goes on where it was ended
+  readme=FILE         run nothing: write what out holds into this file's table of results (recipes/records/README.md)
   --device cpu        what makes sense without a GPU
 
 Examples
   python recipes/gpu_check.py
   python recipes/gpu_check.py --device cpu minutes=2 only=fits_16-true_lars,one_rank
 
-Prints PASS, FAIL or SKIP of each check, of speed FAST or SLOW, then tables; the exit code is the number of failures.
-Needs torch and Lightning, and for the tests pytest and a checkout; neither Hydra nor wandb.
+Prints PASS, FAIL or SKIP of each check, of speed FAST or SLOW, then tables and which promises of README hold; the exit
+code is the number of failures. Needs torch and Lightning, and for the tests pytest and a checkout; neither Hydra nor
+wandb.
 """
 
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import _path  # noqa: F401
 import torch
 
-from recipes.gpu import fits, machine, runner, speed, suite, waits, worlds
+from recipes.gpu import features, fits, machine, page, runner, speed, suite, waits, worlds
 from recipes.gpu.runner import Check
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def _check(name: str, limit_s: float, gpu_s: float, promise: str, run: Any, *args: Any, **more: Any) -> Check:
+    return Check(name=name, run=partial(run, *args, **more), limit_s=limit_s, gpu_s=gpu_s, promise=promise)
+
+
+BOTH = "both classes of NCCL"
+LOST = "a lost rank is an error that names it, within seconds"
+# By worth: what is wrong before what is slow, one rank before several. Columns: seconds at most, seconds on one GPU by
+# estimate (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), what README promises.
 CHECKS = [
     *(
-        Check(name=f"fits_{precision}_{optimizer}", run=fits.ends_in(precision, optimizer), limit_s=60)
+        _check(f"fits_{precision}_{name}", 90, 12, f"{precision} with {name.upper()}", fits.ends, precision, name)
         for precision in ("16-true", "bf16-true", "32-true")
-        for optimizer in ("lars", "lamb")
+        for name in ("lars", "lamb")
     ),
-    Check(name="resumes", run=fits.resumes, limit_s=60),
-    Check(name="waits", run=waits.waits, limit_s=60),
-    Check(name="who_waits", run=waits.who_waits, limit_s=60),
-    Check(name="one_rank", run=worlds.one_rank, limit_s=60),
-    Check(name="four_ranks", run=worlds.four_ranks, limit_s=150),
-    Check(name="nccl", run=worlds.nccl, limit_s=150),
-    Check(name="nccl_other", run=worlds.nccl_of_the_other_class, limit_s=150),
-    Check(name="dead_rank", run=worlds.dead_rank, limit_s=120),
-    Check(name="dead_rank_other", run=worlds.dead_rank_of_the_other_class, limit_s=120),
-    Check(name="stopped_rank", run=worlds.stopped_rank, limit_s=120),
-    Check(name="gpu_tests", run=suite.gpu_tests, limit_s=240),
-    Check(name="updates", run=speed.updates, limit_s=60),
-    Check(name="resnet50", run=speed.resnet50, limit_s=120),
-    Check(name="decoding", run=speed.decoding, limit_s=90),
+    _check("resumes", 90, 15, "a resumed run ends with the same bits", fits.resumes),
+    _check("waits", 60, 15, "no stream reads too early", waits.waits),
+    _check("who_waits", 60, 10, "no step waits for the device", waits.who_waits),
+    _check("one_rank", 60, 10, BOTH, worlds.one_rank),
+    _check("one_rank_other", 60, 10, BOTH, worlds.one_rank, is_other_class=True),
+    *(
+        _check(name, 150, 25 if feature.by_gloo else 0, feature.promise, features.fits_as_on_cpu, name)
+        for name, feature in features.FEATURES.items()
+    ),
+    *(_check(f"rank_{how}", 150, 50, LOST, features.lost_rank, how) for how in features.LOSSES),
+    *(
+        _check(f"{name}_other", 150, 0, BOTH, features.fits_as_on_cpu, name, is_other_class=True)
+        for name in ("flat", "two_level", "hierarchical", "int8")
+    ),
+    *(
+        _check(f"rank_{how}_other", 150, 0, BOTH, features.lost_rank, how, is_other_class=True)
+        for how in features.LOSSES
+    ),
+    _check("updates", 90, 20, "", speed.updates),
+    _check("resnet50", 600, 270, "", speed.resnet50),
+    _check("sums", 90, 0, "", speed.sums),
+    _check("gpu_tests", 600, 120, "the suite's tests of a GPU", suite.gpu_tests),
 ]
 
 
 def main(arguments: list[str]) -> int:
     """Run the checks; return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="out, minutes, only, again")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="out, minutes, only, again, readme")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args(arguments)
     try:
-        minutes = "20" if torch.cuda.device_count() > 1 else "12"
-        keys = {"out": "gpu_check", "minutes": minutes, "only": "", "again": ""} | runner.keys_from(given.keys)
+        keys = dict.fromkeys(("only", "again", "readme"), "") | {"out": "gpu_check", "minutes": "50"}
+        keys |= runner.keys_from(given.keys)
         checks, limit_s = runner.chosen(keys["only"], CHECKS), runner.limit_s_from(keys["minutes"])
         again = runner.chosen(keys["again"], CHECKS, key="again") if keys["again"] else []
+        out = Path(keys["out"]).resolve()
+        report = out / "report.json"
+        if keys["readme"]:
+            page.write_rows(Path(keys["readme"]), page.rows(CHECKS, *runner.read_report(report)))
+            return 0
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = given.device
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: torch.cuda.is_available() is False here: --device cpu tries what makes sense without.")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to be asked for a GPU makes no context of CUDA's
-    out = Path(keys["out"]).resolve()
-    report, environment = out / "report.json", {"device": device} | machine.gpu_environment(ROOT)
+    environment = {"device": device} | machine.gpu_environment(ROOT)
     outcomes = {one.name: one for one in runner.done_before(report, environment)}
     for check in again:
         outcomes.pop(check.name, None)
     if outcomes:
         print(f"Passed here before, and not run again: {', '.join(outcomes)}.", flush=True)
+    left = [check for check in checks if check.name not in outcomes]
+    minutes = sum(check.gpu_s for check in left) / 60
+    print(f"{len(left)} checks: on one GPU some {minutes:.0f} minutes by estimate, here {limit_s / 60:g} at most.")
 
     def note(one: runner.CheckOutcome) -> None:
         print(one.line(), flush=True)
+        if clocks := machine.clocks():
+            one.details["clocks"] = clocks
         outcomes[one.name] = one
-        runner.write_outcomes(report, list(outcomes.values()), environment)
+        found = [outcomes[check.name] for check in CHECKS if check.name in outcomes]
+        runner.write_outcomes(report, found, environment)
+        page.write(out, CHECKS, found, environment)
 
-    left = [check for check in checks if check.name not in outcomes]
     runner.run_checks(left, device, out, limit_s=limit_s, on_outcome=note)
     found = list(outcomes.values())
-    print(f"\n{runner.tables(found)}\n\n{runner.summary(found)} Written to {out}.", flush=True)
-    return runner.num_failures(found)
+    lines = [runner.tables(found), f"{runner.summary(found)} To be sent: {out / page.ARCHIVE}"]
+    print("", "\n\n".join(lines), "", *page.promises(CHECKS, found), sep="\n", flush=True)
+    return sum(one.status == "FAIL" for one in found)
 
 
 if __name__ == "__main__":

@@ -102,14 +102,14 @@ class TrainingBench:
             for name, samples in rates.items():
                 yield TrainingRow(batch_size=batch_size, arm=name, images_per_s=tuple(samples))
 
-    def _module(self, arm: str, *, on_gpu: bool) -> _Module:
+    def _module(self, arm: str, *, on_gpu: bool) -> TrainedNet:
         torch.manual_seed(0)
         net: nn.Module = ResNet(depth=self.depth, num_classes=NUM_CLASSES)
         if self.channels_last:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         if on_gpu if self.compile is None else self.compile:
             net.compile()
-        return _Module(net, ARMS[arm][2])
+        return TrainedNet(net, ARMS[arm][2])
 
     def _batch(self, batch_size: int, device: torch.device, *, image_size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
@@ -118,10 +118,10 @@ class TrainingBench:
             images = images.contiguous(memory_format=torch.channels_last)
         return images, torch.randint(NUM_CLASSES, (batch_size,), generator=generator, device=device)
 
-    def _step_s(self, arm: str, module: _Module, batch: tuple[Tensor, Tensor], device: torch.device) -> float:
+    def _step_s(self, arm: str, module: TrainedNet, batch: tuple[Tensor, Tensor], device: torch.device) -> float:
         """Return the mean seconds of a step over the counted steps of one fit."""
         strategy, precision, _ = ARMS[arm]
-        clock = _Clock(begin=self.num_warmup_steps, end=self.num_warmup_steps + self.num_steps)
+        clock = FitClock(begin=self.num_warmup_steps, end=self.num_warmup_steps + self.num_steps)
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # lines about devices for every fit
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="lightning")  # advice about workers and short runs
@@ -139,11 +139,11 @@ class TrainingBench:
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            trainer.fit(module, _Same(batch, clock.end))
+            trainer.fit(module, SameBatch(batch, clock.end))
         return clock.seconds / self.num_steps
 
 
-class _Same:
+class SameBatch:
     """Loader of one batch, many times: nothing is loaded."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], num_batches: int) -> None:
@@ -156,20 +156,24 @@ class _Same:
         return itertools.repeat(self._batch, self._num_batches)
 
 
-class _Module(pl.LightningModule):
+class TrainedNet(pl.LightningModule):
+    """Module that trains a network with the optimizer that `make` makes for it."""
+
     def __init__(self, net: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
         super().__init__()
         self.net, self._make = net, make
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the cross entropy."""
         images, labels = batch
         return F.cross_entropy(self.net(images).float(), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Make the optimizer."""
         return self._make(self.net)
 
 
-class _Clock(Callback):
+class FitClock(Callback):
     """Callback that times from the start of one step to the end of another; both wait for the device."""
 
     def __init__(self, *, begin: int, end: int) -> None:

@@ -22,6 +22,7 @@ ONE_STEP = 2.0**-12  # added to 1 it is lost in fp16 and in bf16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": lambda params, fused: LARS(params, lr=0.5, trust_coefficient=0.02, weight_decay=1e-4, fused=fused),
     "lamb": lambda params, fused: LAMB(params, lr=0.01, weight_decay=1e-4, foreach=fused),
+    "orthogonal": lambda params, fused: LARS(params, lr=0.05, direction="orthogonal"),
     "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=fused),
 }
 
@@ -39,8 +40,9 @@ class Small(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             convolutions = (nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 13, 3, stride=2))
-            self.features = nn.Sequential(*convolutions, nn.GroupNorm(1, 13)).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-            self.head = nn.Sequential(nn.Linear(13, 37), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 10))
+            features = [*convolutions, nn.GroupNorm(1, 13), _Mean()]
+            head = [nn.Linear(13, 37), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 24), nn.ReLU(), nn.Linear(24, 10)]
+            self.net = nn.Sequential(*features, *head).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
         self.register_buffer("third", torch.full((5,), 1 / 3))
         self.register_buffer("num_steps", torch.ones(()))
         self.optimizer_name, self.fused, self.on_hidden = optimizer, fused, on_hidden
@@ -49,22 +51,27 @@ class Small(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy; nothing is read back."""
         self.num_steps += ONE_STEP
-        hidden = self.features(batch[0]).mean(dim=(2, 3))
+        hidden = self.net[:6](batch[0])
         if self.on_hidden is not None:
             hidden.register_hook(self.on_hidden)
-        loss = F.cross_entropy(self.head(hidden).float(), batch[1])
+        loss = F.cross_entropy(self.net[6:](hidden).float(), batch[1])
         self.losses.append(loss.detach())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Run a forward pass."""
-        self.head(self.features(batch[0]).mean(dim=(2, 3)))
+        self.net(batch[0])
 
     test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make the optimizer by its name."""
         return OPTIMIZERS[self.optimizer_name](self.parameters(), self.fused)
+
+
+class _Mean(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean(dim=(2, 3))
 
 
 def loader(seed: int = 0) -> DataLoader:
@@ -99,38 +106,30 @@ def short_fit(given: Given, module: Small, precision: Any, **settings: Any) -> d
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
-# ---- ends, and exact buffers -----------------------------------------------------------------------------------------
+# ---- ends, exact buffers, resume -------------------------------------------------------------------------------------
 
 
-def ends_in(precision: str, optimizer: str) -> Callable[[Given], Details]:
-    """Make a check: it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
-    return _Ends(precision, optimizer)
-
-
-class _Ends:
-    def __init__(self, precision: str, optimizer: str) -> None:
-        self.precision, self.optimizer = precision, optimizer
-
-    def __call__(self, given: Given) -> Details:
-        weights, warned = [], []
-        for fused in (False, True):
-            module = Small(self.optimizer, fused=fused)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                weights.append(short_fit(given, module, self.precision))
-            warned += [str(each.message) for each in caught]
+def ends(precision: str, optimizer: str, given: Given) -> Details:
+    """Check that it learns, leaves fp32 with exact buffers; lists agree with kernels, or with single tensors."""
+    weights, warned = [], []
+    for fused in (False, True):
+        module = Small(optimizer, fused=fused)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights.append(short_fit(given, module, precision))
+        warned += [str(each.message) for each in caught]
+        _is_as_before(module)
+        first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
+        assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
+    if (precision, optimizer) == ("16-true", "lars"):
+        for what in ("validate", "test", "predict"):
+            getattr(trainer_for(given, precision), what)(module, loader())
             _is_as_before(module)
-            first, last = (torch.stack(part).mean() for part in (module.losses[:4], module.losses[-4:]))
-            assert last < 0.9 * first, f"the loss must fall, and went from {first:.3f} to {last:.3f}"
-        if (self.precision, self.optimizer) == ("16-true", "lars"):
-            for what in ("validate", "test", "predict"):
-                getattr(trainer_for(given, self.precision), what)(module, loader())
-                _is_as_before(module)
-        apart = max(_apart(weights[0][name], weights[1][name]) for name in weights[0])
-        # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
-        bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[self.precision]
-        assert apart < bound, f"both ways of the step must agree to {bound}, and are {apart:.2g} of a norm apart"
-        return {"message": f"both ways {apart:.1e} apart", "warnings": list(dict.fromkeys(warned))}
+    distance = max(apart(weights[0][name], weights[1][name]) for name in weights[0])
+    # Both round equally to 2e-6 of a weight's norm; half precision rounds the next gradient at 2**-11 or 2**-8.
+    bound = {"32-true": 1e-3, "16-true": 2e-2, "bf16-true": 1e-1}[precision]
+    assert distance < bound, f"both ways of the step must agree to {bound}, and are {distance:.2g} of a norm apart"
+    return {"message": f"both ways {distance:.1e} apart", "warnings": list(dict.fromkeys(warned))}
 
 
 def _is_as_before(module: Small) -> None:
@@ -144,12 +143,10 @@ def _is_as_before(module: Small) -> None:
     assert found == expected, f"a buffer that is written must be exact: {expected}, and is {found!r}"
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def apart(one: Tensor, other: Tensor) -> float:
+    """Return how far they are apart, as a part of the norm."""
     norm = other.double().norm().item()
     return (one.double() - other.double()).norm().item() / (norm or 1.0)
-
-
-# ---- resume ----------------------------------------------------------------------------------------------------------
 
 
 class _SavesOnce(pl.Callback):

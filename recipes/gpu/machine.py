@@ -14,16 +14,8 @@ import torch.distributed as dist
 from lightning_hybrid.callbacks.run_report.environment import code_state
 
 PACKAGES = (
-    "torch",
-    "lightning",
-    "triton",
-    "numpy",
-    "torchmetrics",
-    "pytest",
-    "simplejpeg",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+    "torch lightning triton numpy torchmetrics pytest simplejpeg nvidia-nccl-cu12 nvidia-nccl-cu13 nvidia-cudnn-cu13"
+).split()
 
 
 def gpu_environment(root: Path) -> dict[str, Any]:
@@ -39,12 +31,19 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     found["nccl_made_by"] = nccl_made_by()
     if torch.cuda.is_available():
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["topology"] = _output("nvidia-smi", "topo", "-m")
         found["cudnn"] = torch.backends.cudnn.version()
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         found["gpus"] = [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in devices]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
+
+
+def clocks() -> str | None:
+    """Return clocks, temperature, power and reasons of throttling as they are now, a line for each GPU."""
+    asked = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+    return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv") if torch.cuda.is_available() else None
 
 
 def nccl_made_by() -> str | None:

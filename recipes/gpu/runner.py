@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.cli.markdown import markdown_table
+
 Details = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = [f"recipes.gpu.{name}" for name in ("fits", "speed", "waits", "worlds")]
+PRELOADED = [f"recipes.gpu.{name}" for name in ("features", "fits", "speed", "waits", "worlds")]
 
 
 NO_TIME = "no time left: give more `minutes`"
@@ -41,18 +44,24 @@ class Given:
         return self.device == "cuda"
 
 
+Run = Callable[[Given], Details]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """Question about this machine.
 
     `run` returns what it found, as JSON can hold it: `message`, a line for people, any tables, and `status` where
     that is not PASS: speed is FAST or SLOW, not right or wrong. It raises where the answer is no, or `NotHere`. On a
-    CPU it has as long as on a GPU.
+    CPU it has as long as on a GPU. `promise`: what of README it tries, in a few words; none for speed. `gpu_s`: how
+    long it takes on one GPU, an estimate; 0 where it needs several.
     """
 
     name: str
-    run: Callable[[Given], Details]
+    run: Run
     limit_s: float
+    promise: str = ""
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +137,13 @@ def run_one(check: Check, device: Literal["cuda", "cpu"], folder: Path, *, limit
     return CheckOutcome(name=check.name, seconds=seconds, **result)
 
 
-def _be(run: Callable[[Given], Details], given: Given) -> None:
+def _be(run: Run, given: Given) -> None:
     """Be the process of a check, and the leader of a group of processes, so that all of them can be ended."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    # NCCL's first lines, a file for each process.
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(given.folder / "nccl.%p.log")}
     with (given.folder / "log").open("wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -154,11 +166,17 @@ def _be(run: Callable[[Given], Details], given: Given) -> None:
     os._exit(0)  # a thread that waits for a rank that is gone keeps no check from its end
 
 
+def _end_with(parent: Any) -> None:
+    """End this group when the program is killed: who starts it again finds no GPU in use."""
+    parent.join()
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 # ---- what was asked for ----------------------------------------------------------------------------------------------
 
 
 def keys_from(given: Sequence[str]) -> dict[str, str]:
-    """Return `out`, `minutes`, `only` and `again` of the command line.
+    """Return `out`, `minutes`, `only`, `again` and `readme` of the command line.
 
     >>> keys_from(["out=here", "minutes=2"])
     {'out': 'here', 'minutes': '2'}
@@ -168,8 +186,9 @@ def keys_from(given: Sequence[str]) -> dict[str, str]:
     """
     keys = dict(each.partition("=")[::2] for each in given)
     for key in keys:
-        if key not in ("out", "minutes", "only", "again"):
-            raise ValueError(f"`{key}` is not known: give out=DIR, minutes=12, only=NAME,NAME or again=NAME,NAME.")
+        if key not in ("out", "minutes", "only", "again", "readme"):
+            known = "out=DIR, minutes=50, only=NAME,NAME, again=NAME,NAME or readme=FILE"
+            raise ValueError(f"`{key}` is not known: give {known}.")
     return keys
 
 
@@ -199,37 +218,34 @@ def write_outcomes(path: Path, outcomes: Sequence[CheckOutcome], environment: De
     unfinished.rename(path)
 
 
-def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
-    """Return what passed on this machine, with the same versions and unchanged code, as `write_outcomes` wrote it."""
+def read_report(path: Path) -> tuple[list[CheckOutcome], Details]:
+    """Return outcomes and environment as `write_outcomes` wrote them.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
     try:
         content = json.loads(path.read_text())
-        known = [CheckOutcome(**each) for each in content["checks"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [CheckOutcome(**each) for each in content["checks"]], content["environment"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`out` (={path.parent}) must hold the report.json of a check: {error}.") from error
+
+
+def done_before(path: Path, environment: Details) -> list[CheckOutcome]:
+    """Return what passed on this machine, with the same versions and unchanged code."""
+    try:
+        known, there = read_report(path)
+    except ValueError:
         return []
-    is_same = content["environment"] == environment and not environment.get("has_changes")
+    is_same = there == environment and not environment.get("has_changes")
     return [each for each in known if is_same and each.status not in ("FAIL", "SKIP")]
 
 
 def tables(outcomes: Sequence[CheckOutcome]) -> str:
-    """Format all `table`s that checks returned, lists of rows of one form, in Markdown.
-
-    >>> found = {"table": [{"arm": "lars", "ms": 0.25}, {"arm": "lamb", "ms": 0.5}]}
-    >>> print(tables([CheckOutcome(name="updates", status="PASS", seconds=1.0, message="", details=found)]))
-    updates
-    <BLANKLINE>
-    | arm | ms |
-    |---|---|
-    | lars | 0.25 |
-    | lamb | 0.5 |
-    """
-    parts = []
-    for outcome in outcomes:
-        rows = outcome.details.get("table", [])
-        if rows:
-            head = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-            body = ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in rows]
-            parts.append("\n".join([outcome.name, "", *head, *body]))
-    return "\n\n".join(parts)
+    """Format all `table`s that checks returned, lists of rows of one form, in Markdown."""
+    found = [(one.name, rows) for one in outcomes if (rows := one.details.get("table"))]
+    cells = [(name, list(rows[0]), [[str(cell) for cell in row.values()] for row in rows]) for name, rows in found]
+    return "\n\n".join(f"{name}\n\n{markdown_table(header, body)}" for name, header, body in cells)
 
 
 def summary(outcomes: Sequence[CheckOutcome]) -> str:
@@ -240,11 +256,6 @@ def summary(outcomes: Sequence[CheckOutcome]) -> str:
     """
     counts = [sum(each.status == status for each in outcomes) for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW")]
     return "{} passed, {} failed, {} skipped; of speed {} fast, {} slow.".format(*counts)
-
-
-def num_failures(outcomes: Sequence[CheckOutcome]) -> int:
-    """Count the failures: the exit code."""
-    return sum(outcome.status == "FAIL" for outcome in outcomes)
 
 
 def limit_s_from(minutes: str) -> float:

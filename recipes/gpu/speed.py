@@ -1,31 +1,37 @@
-"""Speed: updates against the memory's bandwidth, training against Lightning's own, training during decoding."""
+"""Speed: updates against the memory's bandwidth, training against Lightning's own, sums against the planner."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
-from lightning_hybrid.optim import LARS
+from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.benchmarks.updates import ARMS, FLOOR_BYTES
+from recipes.benchmarks.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
+from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
-from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.worlds import layout, run_world
 from recipes.networks.resnet import ResNet
 
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
+PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum
 NUM_UPDATES, NUM_SAMPLES = 20, 5
-HEAD_START_CYCLES = 400_000_000  # 0.2 s at 2 GHz, in which the host enqueues all updates
 
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
@@ -43,7 +49,7 @@ def updates(given: Given) -> Details:
     more than 1.3 times their bytes.
     """
     device = torch.device(given.device)
-    rate = device_copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
+    rate = copy_rate(device, num_bytes=2**30 if given.on_cuda else 2**24)
     case = "resnet50" if given.on_cuda else "linear_8mib"
     shapes, table = GRADIENT_SETS[case](), list[Details]()
     for arm in ("sgd_fused_fp32", "lars_fused", "adamw_fused_fp32", "lamb"):
@@ -65,194 +71,156 @@ def updates(given: Given) -> Details:
     }
 
 
-def device_copy_rate(device: torch.device, *, num_bytes: int) -> float:
-    """Measure the bytes per second, read and written, of copying a tensor."""
-    source = torch.ones(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)[0]
-
-
 def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time the device, and the host that enqueues: medians over samples, each of many calls."""
+    """Time the device, and the host that enqueues: medians over samples, each of several calls on a GPU."""
     for _ in range(3):  # compiles, and touches memory
         work()
-    device_s, host_s = [], []
-    for _ in range(NUM_SAMPLES):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(device)
-            # The device waits until all updates are queued: its time has no gap in which the host prepares.
-            torch.cuda._sleep(HEAD_START_CYCLES)
-            begin.record()
-            start_s = time.perf_counter()
-            for _ in range(NUM_UPDATES):
-                work()
-            host_s.append((time.perf_counter() - start_s) / NUM_UPDATES)
-            end.record()
-            end.synchronize()
-            device_s.append(begin.elapsed_time(end) / 1e3 / NUM_UPDATES)
-        else:
-            start_s = time.perf_counter()
-            work()
-            device_s.append(time.perf_counter() - start_s)
-            host_s.append(device_s[-1])
-    return statistics.median(device_s), statistics.median(host_s)
+    samples = [time_one(work, device, num_in_a_row=NUM_UPDATES) for _ in range(NUM_SAMPLES)]
+    return statistics.median(one for one, _ in samples), statistics.median(host_s for _, host_s in samples)
 
 
 # ---- ResNet-50 -------------------------------------------------------------------------------------------------------
 
 
-class SpeedModule(pl.LightningModule):
-    """ResNet that trains on random images in the device's memory."""
+class ShardedNet(TrainedNet):
+    """FSDP2: bf16 with fp32 sums; normalisation stays fp32, as under autocast."""
 
-    def __init__(self, *, is_ours: bool, size: Details) -> None:
-        super().__init__()
-        self.net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
-        self.is_ours = is_ours
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the cross entropy."""
-        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+    def configure_model(self) -> None:
+        """Shard the network over all ranks."""
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
+        norms = [module for module in self.net.modules() if isinstance(module, nn.BatchNorm2d)]
+        fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
+        fully_shard(self.net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make LARS by kernels, or for Lightning's arm the cheapest optimizer of torch."""
-        if self.is_ours:
-            return LARS(self.parameters(), lr=1.0, weight_decay=5e-5, fused=True)
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
-
-
-class _Clock(pl.Callback):
-    """Images per second after the first steps, by a clock that waits for the device."""
-
-    def __init__(self, size: Details) -> None:
-        self.size, self.start_s, self.images_per_s = size, 0.0, 0.0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        done = trainer.global_step
-        if done in (self.size["num_warmup"], self.size["num_warmup"] + self.size["num_steps"]):
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
-            now_s, first_s = time.perf_counter(), self.start_s
-            self.start_s = now_s
-            self.images_per_s = self.size["num_steps"] * self.size["batch"] / (now_s - first_s)
-
-
-class _Same:
-    """Loader of the same batch again and again."""
-
-    def __init__(self, batch: list[Tensor], num_batches: int) -> None:
-        self.batch, self.num_batches = batch, num_batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return (list(self.batch) for _ in range(self.num_batches))
+        """Make SGD by lists: torch's fused one takes no DTensors."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, foreach=True)
 
 
 def _size(given: Given) -> Details:
     if not given.on_cuda:
-        return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2, "num_rounds": 1}
-    is_large = torch.cuda.get_device_properties(0).total_memory > 40 * 2**30
-    batch = 256 if is_large else 64
-    return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40, "num_rounds": 3}
+        return {"width": 0.125, "batch": 4, "pixels": 32, "num_warmup": 1, "num_steps": 2}
+    batch = 256 if torch.cuda.get_device_properties(0).total_memory > 40 * 2**30 else 64
+    return {"width": 1.0, "batch": batch, "pixels": 224, "num_warmup": 15, "num_steps": 40}
 
 
-def _images_per_s(given: Given, size: Details, *, is_ours: bool) -> float:
-    gc.collect()  # the last trainer and its module refer to one another
-    device, clock = torch.device(given.device), _Clock(size)
+# Precision and strategy of each arm. By the name of "16-mixed" Lightning takes bf16 on a CPU, and drops DDP's hooks.
+RESNET_ARMS: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "ours, 16-true": ("16-true", lambda _: HybridAllReduceStrategy()),
+    "ours, bf16-true": ("bf16-true", lambda _: HybridAllReduceStrategy()),
+    "16-mixed": ("16-mixed", lambda _: "auto"),
+    "bf16-mixed": ("bf16-mixed", lambda _: "auto"),
+    "bf16-mixed, bf16_compress_hook": ("bf16-mixed", lambda _: DDPStrategy(ddp_comm_hook=bf16_compress_hook)),
+    "fully_shard, bf16 and fp32 sums": ("32-true", lambda num_ranks: ModelParallelStrategy(num_ranks, 1)),
+}
+
+
+def images_per_s(arm: str, given: Given, rank: int, num_ranks: int) -> Details:
+    """Measure the images per second of all ranks with an arm of `RESNET_ARMS`."""
+    size, (precision, strategy) = _size(given), RESNET_ARMS[arm]
+    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
     images = torch.randn(size["batch"], 3, size["pixels"], size["pixels"], device=device)
-    batch = [images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)]
-    # By the name of "16-mixed" Lightning would take bf16 on a CPU: there both do.
-    precision = ("16-true" if is_ours else "16-mixed") if given.on_cuda else ("bf16-true" if is_ours else "bf16-mixed")
-    strategy: Any = HybridAllReduceStrategy() if is_ours else "auto"
-    num_steps = size["num_warmup"] + size["num_steps"]
-    settings = {"strategy": strategy, "max_steps": num_steps, "max_epochs": -1, "deterministic": False}
-    trainer = trainer_for(given, precision, benchmark=True, callbacks=[clock], **settings)
-    trainer.fit(SpeedModule(is_ours=is_ours, size=size), _Same(batch, num_steps))
-    return clock.images_per_s
+    batch = images.contiguous(memory_format=torch.channels_last), torch.randint(1000, (size["batch"],), device=device)
+    clock = FitClock(begin=size["num_warmup"], end=size["num_warmup"] + size["num_steps"])
+    settings = {"strategy": strategy(num_ranks), "max_steps": clock.end, "max_epochs": -1, "deterministic": False}
+    settings |= {"devices": num_ranks, "use_distributed_sampler": False, "benchmark": True, "callbacks": [clock]}
+    net = ResNet(depth=50, width=size["width"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
+    kind = ShardedNet if arm.startswith("fully_shard") else TrainedNet
+    module = kind(net, fused_lars if arm.startswith("ours") else fused_sgd)
+    trainer_for(given, precision, **settings).fit(module, SameBatch(batch, clock.end))
+    return {"images_per_s": num_ranks * size["batch"] * size["num_steps"] / clock.seconds}
 
 
 def resnet50(given: Given) -> Details:
-    """Measure images per second of ResNet-50 in turns: 16-true with LARS, and Lightning's 16-mixed with fused SGD."""
-    size, rates = _size(given), dict[str, list[float]](ours=[], lightning=[])
-    for _ in range(size["num_rounds"]):
-        for arm, samples in rates.items():
-            samples.append(_images_per_s(given, size, is_ours=arm == "ours"))
-    ours, theirs = (statistics.median(samples) for samples in rates.values())
-    rows = {arm: [round(sample, 1) for sample in samples] for arm, samples in rates.items()}
-    table = [{"arm": arm, "images/s, median": statistics.median(row), "rounds": row} for arm, row in rows.items()]
-    message = f"{ours:.0f} images/s, Lightning's mixed precision {theirs:.0f}: {ours / theirs:.2f} times"
+    """Measure images per second of ResNet-50 in turns: ours with LARS, Lightning's own with fused SGD, on all GPUs.
+
+    A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
+    """
+    num_gpus = torch.cuda.device_count() if given.on_cuda else 1
+    num_rounds = 2 if given.on_cuda else 1
+    worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {("ours, 16-true", 1): list[float]()}
+    errors: dict[tuple[str, int], str] = {}
+    for (arm, num_ranks), samples in [*worlds.items()] * num_rounds:
+        try:
+            run = partial(images_per_s, arm)
+            answers = run_world(given, run, num_ranks=num_ranks, limit_s=given.limit_s / 4)
+            samples.append(min(answer["images_per_s"] for answer in answers))
+        except AssertionError as error:
+            errors[arm, num_ranks] = str(error)[:200]
+    table: list[Details] = []
+    for (arm, num_ranks), samples in worlds.items():
+        row: Details = {"arm": arm, "GPUs" if given.on_cuda else "processes": num_ranks}
+        row["images/s"] = round(statistics.median(samples), 1) if samples else errors[arm, num_ranks]
+        table.append(row | {"rounds": [round(sample, 1) for sample in samples]})
+    assert worlds["ours, 16-true", num_gpus], f"ours must train: {errors['ours, 16-true', num_gpus]}"
+    ours = statistics.median(worlds["ours, 16-true", num_gpus])
+    rates = {arm: statistics.median(found) for (arm, _), found in worlds.items() if found}
+    theirs = {arm: rate for arm, rate in rates.items() if not arm.startswith("ours")}
+    message = ", ".join(f"{ours / rate:.2f} times {arm} ({rate:.0f})" for arm, rate in theirs.items())
+    message = f"ResNet-50, {num_gpus} ranks: {ours:.0f} images/s in 16-true with LARS: {message}"
     return {
-        "status": verdict(given, is_fast=ours > theirs),
+        "status": verdict(given, is_fast=ours > max(theirs.values(), default=0.0)),
         "message": message if given.on_cuda else f"{message} (a tiny network: no measurement)",
         "table": table,
-        "size": size,
+        "size": _size(given),  # not before: ranks are forks, and it makes a context of CUDA's
     }
 
 
-# ---- decoding --------------------------------------------------------------------------------------------------------
+# ---- sums ------------------------------------------------------------------------------------------------------------
 
 
-def decoding(given: Given) -> Details:
-    """Measure images per second of training on images in memory, alone and while threads of this process decode.
+def sums(given: Given) -> Details:
+    """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner's."""
+    backend, num_ranks, _ = layout(given)
+    if given.on_cuda and backend == "gloo":
+        raise NotHere("needs two GPUs")
+    of_ranks = run_world(given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
+    cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
+    table: list[Details] = []
+    for key in of_ranks[0]:
+        num_bytes, (sum_s, engine_s) = int(key) * 2**20, (max(each[key][way] for each in of_ranks) for way in (0, 1))
+        row: Details = {"MiB": int(key), "backend ms": round(1e3 * sum_s, 3), "engine ms": round(1e3 * engine_s, 3)}
+        row["bus GB/s"] = round(2 * (num_ranks - 1) / num_ranks * num_bytes / sum_s / 1e9, 2)
+        predicted_s = None if cluster is None else cluster.alone_s("flat", num_bytes)
+        row["predicted ms"] = None if predicted_s is None else round(1e3 * predicted_s, 3)
+        table.append(row | {"x predicted": None if predicted_s is None else round(sum_s / predicted_s, 2)})
+    slowest = max((row["x predicted"] for row in table if row["x predicted"]), default=None)
+    said = ", ".join(f"{row['MiB']} MiB {row['engine ms']} ms ({row['backend ms']} by {backend})" for row in table)
+    words = "no prediction for this machine" if slowest is None else f"at most {slowest} times the planner's"
+    status = "PASS" if slowest is None else verdict(given, is_fast=slowest <= PREDICTION_BOUND)
+    return {"status": status, "message": f"sums of {num_ranks} ranks: {said}; {words}", "table": table}
 
-    The decoded images are dropped: what is seen is what the threads take from the thread that trains.
+
+def _timed_sums(backend: str, given: Given, rank: int, num_ranks: int) -> Details:
+    device = torch.device("cuda", rank) if given.on_cuda else torch.device("cpu")
+    limit = timedelta(seconds=60)
+    if given.on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=limit, device_id=device if given.on_cuda else None)
+    topology = Topology.from_ranks_per_node(rank=rank, world_size=num_ranks, ranks_per_node=num_ranks)
+    engine = CommEngine(topology=topology, plan=CommPlan(algorithm="flat"), timeout=limit, device=device)
+    found = {}
+    for mib in (1, 25, 100) if given.on_cuda else (1, 4):
+        flat = torch.zeros(mib << 19, dtype=torch.float16, device=device)
+        ways = (lambda: dist.all_reduce(flat), lambda: engine.submit(flat, bucket_index=0, is_last=True).wait())  # noqa: B023
+        found[str(mib)] = [seconds_of(way, device)[0] for way in ways]
+    engine.close()
+    return found
+
+
+def cluster_of(gpu: str, num_ranks: int) -> Cluster | None:
+    """Return the description in conf/cluster of one node with GPUs of this name; None where there is none.
+
+    >>> cluster_of("NVIDIA H200", 8).inside.bytes_per_s, cluster_of("NVIDIA T4", 2)
+    (370800000000.0, None)
     """
-    size = _size(given)
-    batches = _decoded(given, size)
-    alone = _images_per_s(given, size, is_ours=True)
-    count, stop = [0], threading.Event()
-
-    def decode() -> None:
-        for each in batches():
-            count[0] += len(each[1])
-            if stop.is_set():
-                return
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    start_s = time.perf_counter()
-    try:
-        both = _images_per_s(given, size, is_ours=True)
-    finally:
-        stop.set()
-        thread.join()
-    decoded = count[0] / (time.perf_counter() - start_s)
-    only_s, num_only = time.perf_counter(), 0
-    for each in batches():
-        num_only += len(each[1])
-        if time.perf_counter() - only_s > (4.0 if given.on_cuda else 0.5):
-            break
-    only = num_only / (time.perf_counter() - only_s)
-    table = [
-        {"what": "training alone", "images/s": round(alone, 1)},
-        {"what": "training during decoding", "images/s": round(both, 1)},
-        {"what": "decoding during training", "images/s": round(decoded, 1)},
-        {"what": "decoding alone", "images/s": round(only, 1)},
-    ]
-    message = f"training has {both / alone:.0%} of its rate during decoding, decoding {decoded / only:.0%} of its own"
-    return {"message": message, "table": table}
-
-
-def _decoded(given: Given, size: Details) -> Callable[[], Iterable[Sequence[Tensor]]]:
-    """Make batches without end, as `ImageNetDataModule` decodes them, from photographs that libraries contain."""
-    try:
-        from recipes.benchmarks.photos import write_photos
-    except ImportError as error:
-        raise NotHere(f"the photographs come with scikit-learn and matplotlib: {error}") from error
-    num_images = 512 if given.on_cuda else 16
-    root = given.folder / "photos"
-    write_photos(root, num_train=num_images, num_val=2, num_classes=2)
-    data = ImageNetDataModule(
-        root=str(root),
-        global_batch_size=min(size["batch"], 64),
-        seed=0,
-        num_classes=2,
-        image_size=size["pixels"],
-        eval_resize=size["pixels"] + 32,
-    )
-    data.setup("fit")
-
-    def batches() -> Iterable[Sequence[Tensor]]:
-        while True:
-            yield from data.train_dataloader()
-
-    return batches
+    names = {"H200": "hgx_h200", "H100": "dgx_h100", "A100": "dgx_a100", "B200": "hgx_b200"}
+    name = next((names[word] for word in gpu.replace("-", " ").split() if word in names), None)
+    if name is None or "PCI" in gpu.upper():  # which has no switch between all GPUs
+        return None
+    links = yaml.safe_load((ROOT / "conf" / "cluster" / f"{name}.yaml").read_text())["links"]
+    values = {key: value for key, value in links["transport"].items() if not key.startswith("_")}
+    ends = [Link(latency_s=links[at]["latency_s"], bytes_per_s=links[at]["bytes_per_s"]) for at in ("inside", "across")]
+    transport = Nccl(**values)
+    return Cluster(num_nodes=1, ranks_per_node=num_ranks, inside=ends[0], across=ends[1], transport=transport)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
-# The files with tests of `-m gpu`: collecting all tests takes as long as these, and asks for Hydra.
-TESTS = (
-    "tests/callbacks/test_tensor_hash.py",
-    "tests/checkpoint/test_host_copy.py",
-    "tests/comm/codec/test_triton.py",
-    "tests/comm/engine/test_engine.py",
-    "tests/recipes/datasets/test_dali.py",
-    "tests/data/images/test_decode_threads.py",
-    "tests/data/test_prefetch.py",
-    "tests/optim/fused/cuda/test_kernels.py",
-    "tests/optim/fused/cuda/test_on_gpu.py",
-    "tests/precision/test_optimizer_protocol.py",
-)
+MARK = re.compile(r"^pytestmark = .*mark\.gpu|^@pytest\.mark\.gpu|marks=pytest\.mark\.gpu", re.MULTILINE)
+
+
+def files_with_gpu_tests() -> list[str]:
+    """Return the files with tests of `-m gpu`: to collect all tests takes as long as these, and asks for Hydra."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if MARK.search(path.read_text())]
 
 
 def gpu_tests(given: Given) -> Details:
@@ -31,8 +26,8 @@ def gpu_tests(given: Given) -> Details:
         raise NotHere("the tests are not in an installed package: run this in a checkout of the repository")
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     assert not missing, f"the tests need {' and '.join(missing)}: `pip install {' '.join(missing)}`"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", *TESTS]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *files_with_gpu_tests()], capture_output=True, text=True, cwd=ROOT, check=False)
     print(done.stdout, done.stderr, sep="\n")
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -13,15 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.comm import CommEngine
 from recipes.gpu.fits import NUM_BATCHES, Small, loader, same_bits, short_fit
-from recipes.gpu.runner import ROOT, Details, Given
+from recipes.gpu.runner import ROOT, Details, Given, NotHere
 
 TEN_MS_OF_CYCLES = 20_000_000  # at 2 GHz
+_OWN = (__file__, warnings.__file__)
 
 
 def waits(given: Given) -> Details:
@@ -61,8 +61,9 @@ def waits(given: Given) -> Details:
     weight.add_(1)
     host.wait()
     assert (copied == 2).all(), f"a checkpoint must hold what was there, 2, and holds {copied.unique().tolist()}"
-    message = "sum, backward, prefetcher and checkpoint wait"
-    return {"message": message if given.on_cuda else f"{message} (no streams on a CPU: the arithmetic alone was tried)"}
+    if not given.on_cuda:
+        raise NotHere("there are no streams on a CPU: the arithmetic alone was tried, and is right")
+    return {"message": "sum, backward, prefetcher and checkpoint wait"}
 
 
 class _Doubled:
@@ -113,25 +114,12 @@ def _synchronize(given: Given) -> None:
 # ---- who waits -------------------------------------------------------------------------------------------------------
 
 
-class _Reads(TorchDispatchMode):
-    """Mode that notes, on a CPU, what would make the host wait on CUDA."""
-
-    def __init__(self, note: Callable[..., None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero):
-            self.note()
-        return func(*args, **(kwargs or {}))
-
-
 class _Watches(pl.Callback):
     """Callback that counts waits by file and line, from the start of step 4 to the last but one of the epoch."""
 
     def __init__(self, given: Given) -> None:
         self.given, self.places = given, Counter[str]()
-        self._reads, self._catching = _Reads(self._note), warnings.catch_warnings()
+        self._catching = warnings.catch_warnings()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -143,27 +131,20 @@ class _Watches(pl.Callback):
         warnings.showwarning = self._note
         if self.given.on_cuda:
             torch.cuda.set_sync_debug_mode("warn")
-        else:
-            self._reads.__enter__()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if args[-1] != NUM_BATCHES - 2:
             return
         if self.given.on_cuda:
             torch.cuda.set_sync_debug_mode("default")
-        else:
-            self._reads.__exit__(None, None, None)
         self._catching.__exit__(None, None, None)
 
-    def _note(self, message: Any = "synchronizing", *args: Any, **kwargs: Any) -> None:
-        """Note a wait that torch warns of, or a read, by the innermost line outside torch."""
+    def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a wait that torch warns of, by the innermost line outside torch and `warnings`."""
         if "synchroniz" in str(message):
-            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-            self.places[f"{_short(frames[-1].filename)}:{frames[-1].lineno}"] += 1
-
-
-def _short(filename: str) -> str:
-    return filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename not in _OWN]
+            path = frames[-1].filename.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+            self.places[f"{path}:{frames[-1].lineno}"] += 1
 
 
 def who_waits(given: Given) -> Details:
@@ -174,6 +155,7 @@ def who_waits(given: Given) -> Details:
         short_fit(given, Small(optimizer), "16-true", max_epochs=1, callbacks=[watch], deterministic=False)
         table += [{"optimizer": optimizer, "where": place, "times": times} for place, times in watch.places.items()]
     ours = [f"{row['where']} ({row['optimizer']})" for row in table if row["where"].startswith("lightning_hybrid/")]
-    if given.on_cuda:  # a CPU is asked at will
-        assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
+    if not given.on_cuda:
+        raise NotHere("no step waits for a CPU: it was tried that these fits end")
+    assert not ours, f"no line of the library's may wait for the device in a step: {', '.join(ours)}"
     return {"message": f"{len(ours)} lines of ours, {len(table) - len(ours)} of others", "table": table}

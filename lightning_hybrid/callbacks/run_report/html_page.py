@@ -11,10 +11,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }
+:root { color-scheme: light dark; } body { color: CanvasText; background: Canvas; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } img { max-width: 100%; }
 table { border-collapse: collapse; font-size: 0.9rem; } summary { cursor: pointer; }
-th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
 .scrolls { overflow-x: auto; } code { font-size: 0.9em; }
 """
 
@@ -22,7 +23,8 @@ th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px
 def page(title: str, sections: Iterable[str]) -> str:
     """Return a whole page; `title` is text, `sections` are HTML."""
     name = html.escape(title)
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{name}</title><style>{_STYLE}</style>"
     body = "\n".join([f"<h1>{name}</h1>", *sections])
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 

@@ -1,0 +1,227 @@
+"""What README offers on several ranks: each as a small fit on GPUs against the same fit over Gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
+from recipes.gpu.fits import Small, apart, loader, trainer_for
+from recipes.gpu.runner import Details, Given, NotHere
+from recipes.gpu.worlds import KnownSums, layout, run_world
+
+NUM_STAGES = 2
+LOST_AT, LOST_RANK = 6, 1
+NAMED_WITHIN_S = 60.0  # of its end; one that is stopped within 30 s of the timeout
+# A rank that is stopped, as by a debugger, breaks nothing over NCCL, and yet the others must name it.
+LOSSES: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": lambda: int("raised on purpose"),
+}
+
+
+class Plain(Small):
+    """The same network without buffers that a step writes: pipelines refuse them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the cross entropy."""
+        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+
+class Sliced(Plain):
+    """The last two layers cut over a node."""
+
+    node_slices = (("net.9", "net.11"),)
+
+
+class Sharded(Plain):
+    """FSDP2: parameters are shards of DTensors."""
+
+    def configure_model(self) -> None:
+        """Shard the network over all ranks."""
+        self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def on_train_end(self) -> None:
+        """Gather the weights, while they are where their groups send."""
+        self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One fit, as it differs from 16-true with LARS on two nodes.
+
+    `bound`: of the norm of any parameter, between GPUs and CPU: several times what other kernels of the CPU, and images
+    that differ by an eighth of a rounding, move the fit. `by_gloo`: whether Gloo carries all of its messages between
+    ranks of one GPU, where NCCL has none; it sends no tensor of a GPU from one rank to another.
+    """
+
+    promise: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    comm: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "16-true"
+    optimizer: str = "lars"
+    num_nodes: int = 2
+    module: type[Small] = Small
+    strategy: type[Any] = HybridAllReduceStrategy
+    bound: float = 2e-2
+    by_gloo: bool = False
+
+
+_SUMS = partial(Feature, promise="the four all-reduces, exact sums", by_gloo=True)
+_CODEC = partial(Feature, promise="8 and 4 bits between nodes, with error feedback", bound=0.05)
+_STAGES = partial(Feature, promise="pipelines", strategy=HybridPipelineStrategy, module=Plain)
+_STAGED = {"num_stages": NUM_STAGES, "num_microbatches": 4}
+FEATURES: dict[str, Feature] = {
+    "flat": _SUMS(comm={"algorithm": "flat"}),
+    "parallel_flat": _SUMS(comm={"algorithm": "parallel_flat"}),
+    "hierarchical": _SUMS(comm={"algorithm": "hierarchical"}),
+    "two_level": _SUMS(comm={"algorithm": "two_level"}),
+    # 5 times 3.0e-2, by images that differ by 2**-11 of themselves, an eighth of a rounding.
+    "bf16": Feature(promise="bf16-true on several ranks", precision="bf16-true", bound=0.15, by_gloo=True),
+    "lamb": Feature(promise="LAMB on several ranks", optimizer="lamb", by_gloo=True),
+    "accumulation": Feature(promise="accumulation", settings={"accumulate_grad_batches": 2}, by_gloo=True),
+    "clipping": Feature(promise="clipping", settings={"gradient_clip_val": 0.5}, by_gloo=True),
+    "fp16_wire": Feature(promise="fp16 wire", comm={"dtype": "float16"}, precision="32-true", by_gloo=True),
+    "int8": _CODEC(options={"between_nodes": Mean(dtype="int8")}),
+    "int8_feedback": _CODEC(options={"between_nodes": Mean(dtype="int8", error_feedback=True)}),
+    "int4": _CODEC(options={"between_nodes": Mean(dtype="int4")}),
+    "int4_feedback": _CODEC(options={"between_nodes": Mean(dtype="int4", error_feedback=True)}),
+    # 3.6 times 2.8e-2, by other kernels: the same fit on a CPU without oneDNN.
+    "adasum": Feature(promise="Adasum", options={"between_nodes": Adasum()}, optimizer="sgd", bound=0.1),
+    "local_steps": Feature(promise="steps between nodes", options={"between_nodes": LocalSteps(every=2)}, by_gloo=True),
+    "shard_update": Feature(promise="the update shared within a node", options={"shard_update": "node"}, num_nodes=1),
+    "node_slices": Feature(promise="layers cut over a node", module=Sliced, num_nodes=1),
+    "orthogonal": Feature(promise="orthogonal updates", optimizer="orthogonal"),
+    "pipeline_gpipe": _STAGES(options={**_STAGED, "schedule": "gpipe"}),
+    "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
+    "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),
+    "fsdp2": Feature(promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"),
+    "fabric": Feature(promise="Fabric", strategy=FabricStrategy, by_gloo=True),
+}
+
+
+def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> Details:
+    """Check a feature; `is_other_class`: by the class of NCCL that `"nccl"` does not name in this torch."""
+    feature = FEATURES[name]
+    backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
+    if given.on_cuda and backend == "gloo" and not feature.by_gloo:
+        raise NotHere("needs two GPUs: NCCL takes one rank on each, and Gloo has not all of its messages for GPUs")
+    on_cpu = replace(given, device="cpu")
+    worlds = [(given, backend, per_host)] + ([(on_cpu, "gloo", num_ranks)] if given.on_cuda else [])
+    weights = []
+    for where, carrier, of_host in worlds:
+        run = partial(_trained, feature, carrier, of_host)
+        answers = run_world(where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host)
+        assert len({answer["bits"] for answer in answers}) == 1, f"over {carrier} ranks must end with the same bits"
+        weights.append(torch.load(given.folder / f"{where.device}.pt"))
+    assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
+    message = f"{num_ranks} ranks over {backend}: the same bits"
+    if not given.on_cuda:
+        return {"message": message}
+    distance = max(apart(weights[0][key], weights[1][key]) for key in weights[1])
+    assert distance < feature.bound, f"it must agree with the CPU to {feature.bound}, and is {distance:.2g} apart"
+    return {"message": f"{message}, {distance:.1e} of a norm from those of the CPU", "apart": distance}
+
+
+def _timeout(given: Given) -> timedelta:
+    return timedelta(seconds=60 if given.on_cuda else 15)  # a GPU's first steps compile kernels
+
+
+def _trained(
+    feature: Feature, backend: str, per_host: int, given: Given, rank: int, num_ranks: int, on_hidden: Any = None
+) -> Details:
+    """Fit on each rank with other images; all stages of a pipeline read the same."""
+    options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
+    if feature.strategy is ModelParallelStrategy:
+        options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
+    else:
+        options["ranks_per_node"] = num_ranks // feature.num_nodes
+        options["loss_scale"] = 2.0**10 if feature.precision == "16-true" else None
+        options["comm"] = Comm(bucket_bytes=2048, **feature.comm)  # several buckets, that may overtake one another
+    strategy, module = feature.strategy(**options), feature.module(feature.optimizer, on_hidden=on_hidden)
+    batches = loader(seed=rank // NUM_STAGES if feature.strategy is HybridPipelineStrategy else rank)
+    of_ranks = {"devices": per_host, "num_nodes": num_ranks // per_host}
+    if isinstance(strategy, Strategy):
+        callbacks = [KnownSums(feature.comm["algorithm"])] if "algorithm" in feature.comm else []
+        fit: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "callbacks": callbacks, **feature.settings}
+        trainer = trainer_for(given, feature.precision, use_distributed_sampler=False, **of_ranks, **fit)
+        trainer.fit(module, batches)
+    else:
+        _loop(given, feature, module, batches, strategy=strategy, **of_ranks)
+    found = getattr(module, "whole", None) or dict(module.named_parameters())
+    weights = {name: weight.detach().cpu().float() for name, weight in found.items()}
+    if rank == 0:
+        torch.save(weights, given.folder / f"{given.device}.pt")
+    parts = (weight.double().flatten() @ torch.arange(1.0, weight.numel() + 1).double() for weight in weights.values())
+    return {"bits": " ".join(float(part).hex() for part in parts)}
+
+
+def _loop(given: Given, feature: Feature, module: Small, batches: Any, **settings: Any) -> None:
+    accelerator = "gpu" if given.on_cuda else "cpu"
+    fabric = lightning.Fabric(accelerator=accelerator, precision=feature.precision, **settings)  # type: ignore[arg-type]
+    fabric.launch()
+    model, optimizer = fabric.setup(module.net, module.configure_optimizers())
+    for images, labels in fabric.setup_dataloaders(batches, use_distributed_sampler=False):
+        loss = F.cross_entropy(model(images).float(), labels)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    fabric.strategy.teardown()
+
+
+# ---- a rank is lost --------------------------------------------------------------------------------------------------
+
+
+def lost_rank(how: str, given: Given, *, is_other_class: bool = False) -> Details:
+    """Check that where a rank ends in backward by `how`, one of `LOSSES`, the others end in an error that names it."""
+    backend, num_ranks, per_host = layout(given, is_other_class=is_other_class)
+    lost, limit_s = given.folder / "lost_s", 0.9 * given.limit_s
+    run = partial(_loses_a_rank, how, lost, backend, per_host)
+    answers = run_world(given, run, num_ranks=num_ranks, limit_s=limit_s, per_host=per_host, may_die=(LOST_RANK,))
+    answers.pop(LOST_RANK)
+    for answer in answers:
+        assert f"rank {LOST_RANK}" in answer["error"], (
+            f"all must name rank {LOST_RANK}, one said: {answer['error'][:300]}"
+        )
+    slowest_s = max(answer["noticed_s"] for answer in answers) - float(lost.read_text())
+    within_s = 30 + _timeout(given).total_seconds() if how == "stopped" else NAMED_WITHIN_S
+    assert slowest_s < within_s, f"the last rank to notice took {slowest_s:.1f} s"
+    return {"message": f"{backend}: every other rank named the lost one within {slowest_s:.1f} s"}
+
+
+def _loses_a_rank(
+    how: str, lost: Path, backend: str, per_host: int, given: Given, rank: int, num_ranks: int
+) -> Details:
+    count = [0]
+
+    def lose(grad: Tensor) -> None:
+        count[0] += 1
+        if count[0] == LOST_AT:
+            lost.write_text(str(time.monotonic()))
+            LOSSES[how]()
+
+    error = "no error at all"
+    try:
+        on_hidden = lose if rank == LOST_RANK else None
+        _trained(FEATURES["hierarchical"], backend, per_host, given, rank, num_ranks, on_hidden=on_hidden)
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return {"noticed_s": time.monotonic(), "error": error}
