@@ -176,7 +176,7 @@ class CudaCarrier:
         # Once: aborting communicators frees hosts and devices that wait in them.
         with self._aborting:  # a second thread that fails comes back when the first has done it
             if self._stuck is None:
-                self._stuck = []  # from here on nobody looks
+                self._stuck = []  # from here on no one looks
                 if self._groups.topology.world_size > 1:  # else no other rank waits
                     self._stuck = abort_all(limit_s=ABORT_LIMIT_S)
 

@@ -104,5 +104,5 @@ def test_a_report_that_cannot_be_written_costs_no_run(one_rank):
 
 def test_a_timeline_that_cannot_be_written_costs_no_run(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match=r"`trace_dir`: .*/rank0.json was not written \(Not a directory\)"):
+    with pytest.warns(UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"):
         CommTrace(keep_events=True).write_if_possible(tmp_path / "file" / "folder", rank=0)
