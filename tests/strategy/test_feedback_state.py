@@ -7,7 +7,6 @@ import torch
 
 from lightning_hybrid import Comm, DurableCheckpointIO, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.strategy.feedback_state import FeedbackMixin
 from tests import toy
 
@@ -194,14 +193,3 @@ def fit_by_hand():
 
 def test_a_fit_is_refused_before_it_trains():
     assert toy.error_of(fit_by_hand).startswith("ValueError: `automatic_optimization` (=False)")
-
-
-def error_of_unlike_ranks():
-    has_feedback = torch.distributed.get_rank() == 0
-    return toy.error_of(fit, options={"between_nodes": Mean(dtype="int4", error_feedback=has_feedback)})
-
-
-def test_ranks_that_want_different_things_learn_of_it_before_training(two_ranks):
-    for error in two_ranks.run(error_of_unlike_ranks):
-        assert str(Codec(bits=4, error_feedback=True)) in error
-        assert str(Codec(bits=4)) in error

@@ -1,6 +1,5 @@
 """`LocalSteps` with what users write: Adam, averages of weights, teachers, steps left out, a search."""
 
-import warnings
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -13,7 +12,7 @@ from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.strategy.local_steps.extension import OUTER_MOMENTUM
-from tests import toy
+from tests import scenes, toy
 
 
 def weights_of(module):
@@ -148,16 +147,10 @@ class ByHand(toy.Toy):
         optimizer.step()
 
 
-def warn_of_steps():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(ByHand(), {"every": 2}, max_epochs=1)
-    return [str(one.message) for one in caught]
-
-
 def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
-    told = [one for one in two_ranks.run(warn_of_steps)[0] if "which is still 0 after 2 batches" in one]
-    assert len(told) == 1
+    scene = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1, "max_epochs": 1, "warns": True}
+    seen, _ = scenes.fit(two_ranks, ByHand, **scene)
+    assert sum("which is still 0 after 2 batches" in text for text in seen.warnings) == 1
 
 
 # ---- what else there is ----------------------------------------------------------------------------------------------
