@@ -104,7 +104,7 @@ def play(scene: dict[str, Any]) -> Seen:
     elif scene:
         raise TypeError(f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}")
     callbacks = settings["callbacks"] if isinstance(settings["callbacks"], list) else [settings["callbacks"]]
-    callbacks = [_at(each.looks) if isinstance(each, Looks) else each for each in callbacks]  # a fresh one
+    callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]  # a fresh one
     last, error = _Last(), ""
     with warnings.catch_warnings(record=warns) as caught:
         if warns:
