@@ -185,10 +185,7 @@ def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
 @pytest.mark.parametrize(
     ("option", "cure"),
     [
-        (
-            {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-            "give comm=Comm\\(dtype='float16'",
-        ),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "give comm=Comm\\(dtype='float16'"),
         ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, use strategy='ddp'"),
         ({"ddp_comm_state": object()}, "use strategy='ddp'"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),

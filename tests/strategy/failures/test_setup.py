@@ -62,10 +62,7 @@ def explained_on_rank_zero(where, folder):
             "in a hook",
             "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
         ),
-        (
-            "in the collective",
-            "comm: every rank answers, so the network between them is the cause (rank 0: in a coll",
-        ),
+        ("in the collective", "comm: every rank answers, so the network between them is the cause (rank 0: in a coll"),
     ],
 )
 def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_path, where, words):

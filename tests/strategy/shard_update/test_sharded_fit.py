@@ -20,7 +20,8 @@ from lightning_hybrid.strategy.shard_update import shard_exchange as part_exchan
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from tests import toy
 from tests.comm.layouts import engine_over, integers, sum_of_integers
-from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, batches, both, same, sgd
+from tests.scenes import same
+from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, batches, both, sgd
 
 # In every run of the tests a few of all cases; the others are long.
 LONG = pytest.mark.long
@@ -144,18 +145,6 @@ def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_nod
         assert found == ALL_SAME
 
 
-class Reloads(pl.Callback):
-    """Loads what the module says that it holds: with masters in parts, weights that are rounded."""
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        pl_module.load_state_dict(pl_module.state_dict())
-
-
-def test_a_state_dict_that_is_loaded_again_rounds_no_masters(two_ranks):
-    for found, _ in two_ranks.run(both, sgd, "16-true", {"callbacks": [Reloads()]}):
-        assert found == ALL_SAME
-
-
 # ---- gradients that are averaged for their owners alone -------------------------------------------------------------
 
 
@@ -269,16 +258,6 @@ def saved(path, precision, shard_update, *, resume=None, **options):
     ]
     keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
     return toy.weights(module), [{key: file.get(key) for key in keys} for file in files]
-
-
-def files_of_both(path, precision):
-    whole, shared = (saved(f"{path}/{setting}", precision, setting) for setting in ("off", "node"))
-    return same(whole, shared)
-
-
-@pytest.mark.parametrize("precision", ["16-true", pytest.param("32-true", marks=LONG)])
-def test_checkpoints_are_those_of_a_whole_update(two_ranks, precision, tmp_path):
-    assert two_ranks.run(files_of_both, str(tmp_path), precision) == [True, True]
 
 
 def resumed(path, precision, first, then):
