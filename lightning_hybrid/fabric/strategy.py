@@ -25,7 +25,7 @@ from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
+from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.half_precision import with_masters
@@ -173,6 +173,7 @@ class FabricHybridAllReduce(_Base):
             half.connect_averaging(partial(_averages, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+        refuse_slices(module)
         self._comm.find_plan(module)
         wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.

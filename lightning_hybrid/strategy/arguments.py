@@ -153,14 +153,14 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
-def refuse_slices(module: nn.Module, cut: Collection[str]) -> None:
-    """Check that no layers but those that the strategy has `cut` are slices: they would be taken for whole ones.
+def refuse_slices(module: nn.Module) -> None:
+    """Check that no layers are slices before the strategy cuts some: they would be taken for whole ones.
 
     Raises:
         ValueError: names the layer.
     """
     for name, layer in module.named_modules():
-        if hasattr(layer, "slice_group") and name not in cut:
+        if hasattr(layer, "slice_group"):
             raise ValueError(
                 f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
                 "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "

@@ -85,7 +85,7 @@ def whole(trainer, module):
 
 
 def fit_on_rank(scene):
-    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.test_dtensor.mesh_of`
+    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.makers.mesh_of`
     callbacks = [*scene.pop("callbacks", []), at(on_train_end=whole)]
     return fit(None, callbacks=callbacks, **scene)
 

@@ -106,12 +106,9 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
 def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(monkeypatch, device_type, failure):
     freed = []
     for name in ("forget", "destroy"):
-        monkeypatch.setattr(local_steps, name, lambda group, name=name: freed.append((name, group)))
+        monkeypatch.setattr(node_groups, name, lambda group, name=name: freed.append((name, group)))
     engine = SimpleNamespace(failure=failure, close=lambda: None)
-    strategy = local_steps.LocalSGDMixin()
-    strategy._nodes = SimpleNamespace(node_engine=engine, group="nodes")
-    strategy._engine, strategy.root_device = SimpleNamespace(failure=""), torch.device(device_type)
-    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
-    with pytest.raises(AttributeError, match="teardown"):  # there is no DDPStrategy behind it
-        strategy.teardown()
+    extension = object.__new__(local_steps.LocalStepsExtension)
+    extension._nodes, extension._ignored = SimpleNamespace(node_engine=engine, group="nodes"), None
+    extension.end(SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None)
     assert freed == [("forget" if device_type == "cuda" and failure else "destroy", "nodes")]
