@@ -19,7 +19,10 @@ BY_LEADER = CommPlan(algorithm="hierarchical")
 BY_SHARDS = CommPlan(algorithm="two_level", bucket_bytes=1024, chunk_bytes=512, num_buckets=1)
 
 
-def fit(ranks, codec="int4", module=partial(toy.Toy, lr=0.05), **scene):
+LOW_RATE = partial(toy.Toy, lr=0.05)
+
+
+def fit(ranks, codec="int4", module=LOW_RATE, **scene):
     """Nodes of one rank each, in half precision."""
     options = {"between_nodes": Mean(dtype=codec, error_feedback=True), "ranks_per_node": 1, "precision": "16-true"}
     return scenes.fit(ranks, module, timeout_s=240.0, **options | scene)

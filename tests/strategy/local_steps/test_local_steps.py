@@ -231,7 +231,7 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
 
 def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
     """After two steps, with a period of 100: what each rank validates are the same bits, those of the EMA."""
-    callbacks = [at(on_validation_batch_start=validated), MasterWeightAveraging(decay=0.5)]
+    callbacks = [at(on_validation_batch_start=validated), partial(MasterWeightAveraging, decay=0.5)]
     scene = {"val": partial(toy.loader, 16), "limit_val_batches": 1, "ranks_per_node": 2, "callbacks": callbacks}
     ranks = local(four_ranks, 100, **scene)
     for seen in ranks:
@@ -242,8 +242,15 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
         assert len(found) == 2
 
 
-def sent_by(ranks, *steps):
-    sent = local(ranks, *steps, ranks_per_node=2, max_epochs=4)[0].sent
+def sent_so_far(trainer, module, *args):
+    return trainer.strategy.comm_trace.total()
+
+
+def sent_by(ranks, every, options=None):
+    """Bytes that the busiest node sends to others, and steps, while it trains."""
+    between_nodes = LocalSteps(every=every, **options) if options is not None else Mean()
+    scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off"), "max_epochs": 4}
+    sent = fit(ranks, Toy, callbacks=[at(on_train_batch_end=sent_so_far)], **scene)[0].looks["on_train_batch_end"][-1]
     return sent.bytes_across, sent.num_steps, sent.exposed_s
 
 

@@ -80,8 +80,8 @@ def exported(trainer, module):
     ("averages", "options"),
     [
         ([], {}),
-        ([MasterWeightAveraging(decay=0.5)], {}),
-        ([MasterWeightAveraging(decay=0.5)], OUTER),
+        ([partial(MasterWeightAveraging, decay=0.5)], {}),
+        ([partial(MasterWeightAveraging, decay=0.5)], OUTER),
         ([StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], {}),
     ],
     ids=["none", "ema", "ema, outer step", "swa"],
@@ -217,7 +217,7 @@ def save_at_start(trainer, module):
 def test_outer_momentum_of_a_resumed_run_is_saved_before_its_first_batch(two_ranks, tmp_path):
     options = {"every": 2} | OUTER
     fit(two_ranks, LOW_RATE, options, max_epochs=1, callbacks=[Saves(tmp_path / "end.ckpt", epoch=0)])
-    again = {"ckpt_path": tmp_path / "end.ckpt", "limit_train_batches": 0, "default_root_dir": tmp_path}
+    again = {"ckpt_path": tmp_path / "end.ckpt", "default_root_dir": tmp_path}
     fit(two_ranks, LOW_RATE, options, callbacks=[at(on_train_start=save_at_start)], **again)
     files = [torch.load(tmp_path / name, weights_only=True)[OUTER_MOMENTUM] for name in ("end.ckpt", "start.ckpt")]
     assert same(*map(dict, files))
