@@ -156,27 +156,21 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(rank_pool, tmp_path,
         assert found["state of the whole"] < 4 * bound
 
 
-def fit_of(strategy, path, is_cut):
-    module = Module(sgd, is_cut, looks=False)
-    trainer = toy.trainer(strategy=strategy, max_epochs=2, use_distributed_sampler=False)
-    trainer.fit(module, loader(3), ckpt_path=path)
-    return toy.weights(module)
-
-
-def save_with_slices(path):
-    fit(sgd, "32-true", True, num=3, callbacks=[Saves(path, epoch=0)], module_options={"looks": False})
+def going_on(ranks, strategy, path, is_cut):
+    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "ckpt_path": path}
+    return scenes.fit(ranks, partial(Module, sgd, is_cut, looks=False), strategy=strategy, **scene)[0].weights
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(rank_pool, tmp_path):
-    path = str(tmp_path / "first.ckpt")
-    rank_pool.ranks(2).run(save_with_slices, path)
-    under_ddp = rank_pool.ranks(2).run(fit_of, "ddp", path, False)
-    with_slices = rank_pool.ranks(2).run(fit_of, "hybrid_allreduce", path, True)
-    assert difference(with_slices[0], under_ddp[0]) < BOUND
-    of_four = rank_pool.ranks(4).run(fit_of, "ddp", path, False)
-    slices_of_four = rank_pool.ranks(4).run(fit_of, "hybrid_allreduce", path, True)
-    assert difference(slices_of_four[0], of_four[0]) < BOUND
+def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(two_ranks, four_ranks, tmp_path):
+    path = tmp_path / "first.ckpt"
+    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "max_epochs": 1, "save_to": path}
+    scenes.fit(two_ranks, partial(Module, sgd, looks=False), **scene)
+    for ranks in (two_ranks, four_ranks):
+        under_ddp, cut = (
+            going_on(ranks, *of, path, is_cut) for *of, is_cut in (("ddp", False), ("hybrid_allreduce", True))
+        )
+        assert difference(cut, under_ddp) < BOUND
 
 
 def uneven_loader():
@@ -417,21 +411,21 @@ def test_a_fit_is_refused_before_training(two_ranks, name, value):
         assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
 
 
-class Unfreezes(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.net.fc8.weight.requires_grad_(True)
+def unfreeze(trainer, module):
+    module.net.fc8.weight.requires_grad_(True)
 
 
-def late():
+def partly_frozen():
     module = Module(sgd, looks=False)
     module.net.fc8.weight.requires_grad_(False)
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Unfreezes()])
-    return toy.error_of(trainer.fit, module, loader(1))
+    return module
 
 
 def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
-    for error in two_ranks.run(late):
-        assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
+    scene = {"train": partial(loader, 1), "use_distributed_sampler": False, "max_epochs": 1, "raises": True}
+    for seen in scenes.fit(two_ranks, partly_frozen, callbacks=[scenes.at(on_train_start=unfreeze)], **scene):
+        words = "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
+        assert seen.error.startswith(words)
 
 
 class TakesState(pl.Callback):
