@@ -94,6 +94,7 @@ def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monk
 
 SCRIPT = """
 import os, signal, sys
+sys.path.insert(0, "ROOT")
 from tests import toy
 
 class Model(toy.Toy):
@@ -110,7 +111,7 @@ if __name__ == "__main__":
 
 
 def last_words(folder, *arguments):
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(SCRIPT.replace("ROOT", str(Path(__file__).parents[3])))
     done = run_program("train.py", *arguments, cwd=folder)
     assert done.returncode == 1
     return done.stderr
