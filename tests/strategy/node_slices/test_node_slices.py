@@ -22,6 +22,7 @@ from lightning_hybrid.strategy.node_slices import refusals, slice_exchange
 from lightning_hybrid.strategy.node_slices import sliced_fit as sliced_layers
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 from tests import scenes, toy
+from tests.checkout import ROOT
 from tests.scenes import Keeps, Saves
 from tests.strategy.node_slices import sliced
 from tests.strategy.node_slices.sliced import (
@@ -504,3 +505,8 @@ def test_what_cannot_be_cut_stays_whole_with_a_warning(two_ranks, module, ranks_
     for rank, seen in enumerate(scenes.fit(two_ranks, **scene)):
         assert seen.looks["on_train_start"] == [expected]
         assert any(words in text for text in seen.warnings) == (rank == 0)
+
+
+@pytest.mark.parametrize("file", ["alexnet", "alexnet_bn", "alexnet_bn_imagenet"])
+def test_every_alexnet_of_the_recipes_has_the_key(file):
+    assert "\nslice_fc: off" in (ROOT / "conf" / "model" / f"{file}.yaml").read_text()
