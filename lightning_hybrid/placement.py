@@ -130,7 +130,7 @@ def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
             setattr(module, key, before)
 
 
-def broadcast_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Take the values of the first rank of `group`; None: the world. Collective: every rank must call it."""
     group = group or dist.group.WORLD
     if tensors and group is not None:

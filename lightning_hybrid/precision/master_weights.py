@@ -23,7 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_hybrid.placement import broadcast_
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.optimizer_protocol import optimizers_within
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
@@ -279,7 +279,7 @@ class MasterWeights:
         # with other weights, as without a common seed, the masters' lower digits would differ, and the ranks part.
         pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
         masters = [pair.master.detach() for pair in pairs if pair is not None]
-        broadcast_(masters)
+        broadcast_first_(masters)
 
     @torch.no_grad()
     def restore(self) -> None:

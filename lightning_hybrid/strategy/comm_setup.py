@@ -21,15 +21,17 @@ from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
+    adasum_plan,
     ask_planner,
     bucket_caps_for_ddp,
     refuse_unknown_options,
+    warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
-from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
@@ -39,7 +41,6 @@ from lightning_hybrid.strategy.options import (
     Report,
     require_value,
 )
-from lightning_hybrid.strategy.reduction import adasum_plan, warn_of_trust_ratios
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

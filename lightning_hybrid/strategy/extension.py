@@ -1,6 +1,6 @@
 """What an ability adds to a fit: an extension, which the strategy calls at its own places, in the order of a tuple.
 
-    made by factories in `setup`, after a spawn and in fits only, so that nothing here is ever pickled
+    made by `factories.made_for` in `setup`, after a spawn and in fits only, so that nothing here is ever pickled
     before_optimizers -> engine_options -> after_setup -> [load] -> (before_batch -> step -> update)*
     before_validation -> in_validation, twice -> after_validation, before_train_end, [reading_module, save]*
     end -> put_back        in reverse; `save` and `failed` may come after them
@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
-from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 
@@ -271,51 +270,6 @@ class Extensions:
         changed, self._changed, error = self._changed[::-1], [], error or self._end_error
         self._waiting = []
         _call_all([partial(one.put_back, self.fit, error) for one in changed], error)
-
-
-def made_for(strategy: Any) -> Extensions | None:
-    """Make what a strategy's options ask for, in the order of calls: ours, then the user's; None where that is nothing.
-
-    Raises:
-        ValueError: a constructor refuses the fit, or a factory makes something else.
-    """
-    comm, made = strategy._comm, list[FitExtension | None]()
-    fit = FitContext(
-        module=strategy.lightning_module,
-        precision=strategy.precision_plugin,
-        topology=comm.topology,
-        device=strategy.root_device,
-        timeout=strategy._timeout,
-        ddp_options=strategy._ddp_kwargs,
-        failures=strategy._failures,
-    )
-    between, local_steps = comm._dtype_across_nodes, comm._local_steps
-    # Imported here: a fit without an option needs none of its modules.
-    if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
-        from lightning_hybrid.strategy.node_slices.extension import node_slices_for
-
-        made.append(node_slices_for(fit, comm.asked))
-    if isinstance(between, Codec) and between.error_feedback:
-        from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
-
-        made.append(ErrorFeedbackExtension(fit))
-    if local_steps is not None:
-        from lightning_hybrid.strategy.local_steps.extension import local_steps_for
-
-        made.append(local_steps_for(fit, local_steps))
-    if comm.shard_update != "off":
-        from lightning_hybrid.strategy.shard_update.extension import shard_update_for
-
-        made.append(shard_update_for(fit))
-    for factory in comm.extension_factories:
-        made.append(one := factory(fit))
-        if not isinstance(one, FitExtension):
-            raise ValueError(
-                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`, "
-                f"and this one returned {type(one).__name__}. Derive its class from `FitExtension`."
-            )
-    some = [one for one in made if one is not None]
-    return Extensions(fit, some) if some else None
 
 
 def _call_all(calls: Sequence[partial[None]], error: BaseException | None) -> None:

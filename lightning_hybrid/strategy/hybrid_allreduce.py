@@ -28,16 +28,16 @@ from lightning_hybrid.strategy.arguments import (
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     user_moves_batches,
+    with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
-from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension, made_for
+from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
+from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
-from lightning_hybrid.strategy.half_precision import with_masters
-from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
@@ -406,8 +406,7 @@ class HybridAllReduce(_Base):
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
         if self._extensions is not None:
             self._extensions.call("load", checkpoint)
-        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
-        masters = self._masters
+        masters, to_device = self._masters, lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             part = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
             with part as own, nullcontext() if masters is None else masters.swapped_in(optimizer):

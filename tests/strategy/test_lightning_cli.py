@@ -81,7 +81,7 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
     (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
     for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
         text = made.trainer.strategy._comm.asked
-        assert text == HybridAllReduceStrategy(between_nodes)._asked
+        assert text == HybridAllReduceStrategy(between_nodes)._comm.asked
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
 
 

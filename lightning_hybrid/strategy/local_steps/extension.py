@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
-from lightning_hybrid.placement import broadcast_
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
@@ -28,7 +29,6 @@ from lightning_hybrid.strategy.extension import FitContext, FitExtension, Runnin
 from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
-from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
@@ -149,7 +149,7 @@ class LocalStepsExtension(FitExtension):
         for pair in pairs:
             pair.mark_clean()
         if others := _other_buffers(fit):
-            broadcast_(others)
+            broadcast_first_(others)
         nodes.has_own_weights = False
 
     def _average_all(self, fit: RunningFit) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from lightning_hybrid.comm import CommEngine, HookState
-from lightning_hybrid.placement import broadcast_
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.options import LocalSteps
@@ -68,4 +68,4 @@ class IndependentNodes:
 
 
 def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) -> None:
-    broadcast_(list(buffers.values()), group)
+    broadcast_first_(list(buffers.values()), group)
