@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
+import pytest
+
 from tests.checkout import ROOT, tracked_files
+from tests.without import environment_without
 
 OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
 # The same Lightning by another name, which only a program that imports it by that name needs; a made-up one of a test;
@@ -61,9 +65,25 @@ def test_every_import_is_declared():
 def test_the_tests_of_extras_run_where_the_tests_extra_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = next(one for one in project["optional-dependencies"]["test"] if one.startswith("lightning-hybrid["))
-    # DALI has wheels of its own for each CUDA, and no test on a machine without a GPU.
+    # DALI has wheels of its own for each CUDA, and no test on a machine without a GPU; pages have no tests.
     assert set(re.search(r"\[(.*)\]", own)[1].split(",")) == {*project["optional-dependencies"]} - {
         "dali",
+        "docs",
         "test",
         "dev",
+    }
+
+
+@pytest.mark.long
+def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_path):
+    """A machine with a GPU need not have what only the recipes' command line needs."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    there = environment_without(tmp_path)
+    assert subprocess.run([sys.executable, "-c", "import hydra"], capture_output=True, env=there).returncode == 1
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=there)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(found) >= 40
+    assert {"tests/precision/test_optimizer_protocol.py", "tests/checkpoint/test_host_copy.py"} <= {
+        line.partition("::")[0] for line in found
     }

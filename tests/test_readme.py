@@ -71,20 +71,6 @@ def test_links_and_sources_of_a_page_are_there_and_its_python_compiles(page):
         compile(block, str(page), "exec")
 
 
-def test_a_broken_link_is_found(tmp_path):
-    page = tmp_path / "README.md"
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "README.md").write_text("# One, `two`\n\n```bash\n# Three\n```\n\n# Four\n\n# Four\n")
-    good = "[a](folder) [b](folder#one-two) ![`c`](folder/README.md) [d](#e-f) [g](https://h.i/j#k) [l](folder#four-1)"
-    bad = ["absent", "folder/absent.md", "folder#absent", "folder#three", "#absent", "folder#four-2"]
-    page.write_text(f"# E *f*\n\n{good}\n\n`[code](absent)`\n\n```\n[code](absent)\n```\n\n[x]: absent\n")
-    assert [link for link in relative_links(page) if is_broken(page, link)] == ["absent"]
-    page.write_text("# E\n\n" + " ".join(f"[x]({link})" for link in bad))
-    assert [link for link in relative_links(page) if is_broken(page, link)] == bad
-    page.write_text("`a.py` `comm/plan.py` `omm/plan.py` `optim/plan.py` `comm/*.py`\n```bash\n`a/b.py`\n```\n")
-    assert absent_sources(page) == ["omm/plan.py", "optim/plan.py"]
-
-
 def test_first_page_is_short_and_shows_what_is_gained_first():
     text = (ROOT / "README.md").read_text()
     lines = text.splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +18,7 @@ from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.reference.adasum import of_buckets
+from tests.scenes import fit, same
 
 NUMELS = (300, 7)
 
@@ -46,25 +47,24 @@ def slopes(rank, *, apart):
     return [slope * (torch.arange(len(slope)) % 4 == rank) for slope in found] if apart else found
 
 
-def fit(precision, options, module, **settings):
-    """Steps of SGD at a rate of 1: the weights, negated, and the trainer."""
-    strategy = HybridAllReduceStrategy(between_nodes=Adasum(), **options)
-    trainer = toy.trainer(strategy=strategy, precision=precision, **{"max_steps": 1, **settings})
-    trainer.fit(module, toy.loader())
-    return [-weight.detach().clone() for weight in module.weights], trainer
+def moved_by(seen):
+    """SGD at a rate of 1: the weights, negated."""
+    return [-seen.weights[f"weights.{index}"] for index in range(len(NUMELS))]
 
 
-def one_step(precision, apart, options):
+def one_step(scene):
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_hybrid.strategy.comm_setup.rank_zero_info", lines.append)
-        return fit(precision, options, Slopes(apart=apart))[0], lines
+        return moved_by(fit(None, **scene)), lines
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["oblique", "orthogonal"])
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
 def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, apart):
-    per_rank = four_ranks.run(one_step, precision, apart, {"ranks_per_node": 2, "loss_scale": 256.0})
+    scene = {"module": partial(Slopes, apart=apart), "precision": precision, "max_steps": 1}
+    scene |= {"between_nodes": Adasum(), "ranks_per_node": 2, "loss_scale": 256.0}
+    per_rank = four_ranks.run(one_step, scene)
     alone = [torch.cat(slopes(rank, apart=apart)) for rank in range(4)]
     expected = of_buckets(alone, NUMELS, ((0, 1), (2, 3)))
     bound = {"32-true": 1e-6, "16-true": 2 * 2**-11, "bf16-true": 2 * 2**-8}[precision]
@@ -77,20 +77,15 @@ def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, ap
     assert re.search(r"4 ranks = 2 nodes x 2; .*hierarchical; plan \w+; Adasum between nodes$", per_rank[0][1][0])
 
 
-def with_an_overflow():
-    scale = DynamicLossScale(init_scale=256.0, growth_interval=100)
-    options = {"ranks_per_node": 1, "loss_scale": scale}
-    moved, trainer = fit("16-true", options, Slopes(inf_at=(1, 0)), max_steps=2, max_epochs=1)
-    return moved, float(trainer.precision_plugin.loss_scale.value), trainer.precision_plugin.num_skipped_steps
-
-
 def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_ranks):
-    per_rank = two_ranks.run(with_an_overflow)
+    scale = DynamicLossScale(init_scale=256.0, growth_interval=100)
+    options = {"between_nodes": Adasum(), "ranks_per_node": 1, "loss_scale": scale}
+    per_rank = fit(two_ranks, partial(Slopes, inf_at=(1, 0)), precision="16-true", max_steps=2, max_epochs=1, **options)
     expected = of_buckets([torch.cat(slopes(rank, apart=False)) for rank in range(2)], NUMELS, ((0,), (1,)))
-    for moved, scale, num_skipped in per_rank:
-        assert (scale, num_skipped) == (128.0, 1)
-        for weight, first, right in zip(moved, per_rank[0][0], expected, strict=True):
-            assert torch.equal(weight, first)
+    for seen in per_rank:
+        assert (seen.loss_scale, seen.num_skipped) == (128.0, 1)
+        assert same(seen.weights, per_rank[0].weights)
+        for weight, right in zip(moved_by(seen), expected, strict=True):
             assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
 
 
@@ -130,43 +125,35 @@ def refusal_of_three_nodes():
     return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
 
 
-def warnings_of(optimizer, options):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        moved, _ = fit("32-true", options, Slopes(optimizer=optimizer))
-    return moved, [str(each.message) for each in caught if "Adasum()" in str(each.message)]
-
-
-def lars(parameters):
-    return LARS(parameters, lr=1.0)
-
-
-def lamb(parameters):
-    return LAMB(parameters, lr=1.0)
-
-
 def sgd_on_groups(parameters):
     """As recipes make it: the groups say `trust_ratio`, and SGD has none."""
     return torch.optim.SGD([{"params": list(parameters), "trust_ratio": True}], lr=1.0)
 
 
+def warned(ranks, optimizer, ranks_per_node):
+    """What is said of Adasum on each rank, and what was seen."""
+    scene = {"module": partial(Slopes, optimizer=optimizer), "max_steps": 1, "between_nodes": Adasum(), "warns": True}
+    ranks = fit(ranks, ranks_per_node=ranks_per_node, **scene)
+    return [([text for text in seen.warnings if "Adasum()" in text], seen) for seen in ranks]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "word"),
-    [(lars, "LARS"), (lamb, "LAMB"), (None, ""), (sgd_on_groups, "")],
+    [(partial(LARS, lr=1.0), "LARS"), (partial(LAMB, lr=1.0), "LAMB"), (None, ""), (sgd_on_groups, "")],
     ids=["LARS", "LAMB", "SGD", "SGD on groups"],
 )
 def test_optimizers_that_throw_its_size_away_are_warned_of_once(two_ranks, optimizer, word):
-    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, optimizer, {"ranks_per_node": 1})):
-        assert len(found) == (1 if word and rank == 0 else 0)
-        assert all(
-            text.startswith(f"`between_nodes` (=Adasum()) with {word}: its trust ratio divides") for text in found
-        )
+    (found, _), (silent, _) = warned(two_ranks, optimizer, 1)
+    assert [text.partition(": its trust ratio")[0] for text in found] == [f"`between_nodes` (=Adasum()) with {word}"][
+        : bool(word)
+    ]
+    assert not silent
 
 
 def test_on_one_node_it_is_the_mean_with_a_warning(two_ranks):
     expected = [sum(pair) / 2 for pair in zip(*(slopes(rank, apart=False) for rank in range(2)), strict=True)]
-    for rank, (moved, found) in enumerate(two_ranks.run(warnings_of, None, {"ranks_per_node": 2})):
-        assert all(map(torch.equal, moved, expected))
+    for rank, (found, seen) in enumerate(warned(two_ranks, None, 2)):
+        assert same(moved_by(seen), expected)
         assert [text[:36] for text in found] == ["`between_nodes` (=Adasum()) combines"] * (rank == 0)
-    for rank, (_, found) in enumerate(two_ranks.run(warnings_of, lars, {"ranks_per_node": 2})):
+    for rank, (found, _) in enumerate(warned(two_ranks, partial(LARS, lr=1.0), 2)):
         assert len(found) == (rank == 0)  # and no word of the trust ratio

@@ -1,11 +1,10 @@
-"""The names in the registries of all four Lightning packages, and two ranks of `pytorch_lightning`."""
+"""The names in the registries of all four Lightning packages, and scripts of two ranks by every launcher."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # A user's script, `python train.py STRATEGY`. The seed is rank 0's and rank 1's alike.
 SCRIPT = """
 import sys
-import pytorch_lightning as pl
+import PACKAGE as pl
 import torch
 import lightning_hybrid
 
@@ -31,17 +30,23 @@ import lightning_hybrid
 class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Linear(4, 2)
+        self.net, self.losses = torch.nn.Linear(4, 2), []
 
     def training_step(self, batch, batch_idx):
-        self.log("loss", loss := self.net(batch).square().mean())
+        self.log("loss", loss := self.net(batch).float().square().mean())
+        self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     def on_train_end(self):
-        self.trainer.save_checkpoint("end.ckpt")
+        trainer = self.trainer
+        seen = {"losses": self.losses, "world_size": trainer.world_size, "half": str(self.net.weight.dtype)}
+        seen["of"] = [type(one).__module__ for one in (trainer.strategy, trainer.precision_plugin)]
+        seen["weights"] = trainer.strategy.lightning_module_state_dict()
+        torch.save(seen, f"rank{trainer.global_rank}.pt")
+        trainer.save_checkpoint("end.ckpt")
 
 
 if __name__ == "__main__":
@@ -53,21 +58,23 @@ if __name__ == "__main__":
     model = Model()
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4))
     if trainer.is_global_zero:
-        print(type(trainer.strategy).__module__, type(trainer.precision_plugin).__module__)
+        torch.save(model.state_dict(), "after.pt")
 """
 
 
-def train(folder: Path, *arguments: str, callbacks: str = "", is_fresh: bool = False) -> dict:
-    """The checkpoint after the script; `is_fresh`: by an interpreter that has imported nothing."""
-    (folder / "train.py").write_text(SCRIPT.replace("CALLBACKS", callbacks))
+def train(folder, *arguments, package="pytorch_lightning", callbacks="", is_fresh=False):
+    """What both ranks saw, and the checkpoint; `is_fresh`: by an interpreter that has imported nothing."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT.replace("CALLBACKS", callbacks).replace("PACKAGE", package))
     where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
     if is_fresh:
         done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
     else:
         done = run_program(*arguments, **where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "lightning_hybrid.flavours.pytorch_lightning lightning_hybrid.flavours.pytorch_lightning" in done.stdout
-    return torch.load(folder / "end.ckpt", weights_only=True)
+    ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert {value.dtype for value in torch.load(folder / "after.pt", weights_only=True).values()} == {torch.float32}
+    return ranks, torch.load(folder / "end.ckpt", weights_only=True)
 
 
 def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path):
@@ -75,7 +82,8 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
     # Callbacks that derive from `lightning`'s `Callback` alone run by their methods.
     ours = ("NumericsMonitor()", "ReplicaCheck(2)", "TrainingMetrics()")
     calls = [*(f"lightning_hybrid.callbacks.{one}" for one in ours), "pl.callbacks.EMAWeightAveraging()"]
-    checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
+    ranks, checkpoint = train(tmp_path, "train.py", "hybrid_allreduce_fork", callbacks=", ".join(calls))
+    assert ranks[0]["of"] == ["lightning_hybrid.flavours.pytorch_lightning"] * 2
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
     assert not torch.equal(checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half())
     precision = checkpoint["MasterWeightPrecision"]
@@ -84,14 +92,18 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["popen", "spawn", "torchrun"])
-def test_every_launcher_of_pytorch_lightning_trains_the_same_model(name, tmp_path):
-    (tmp_path / "fork").mkdir()
-    expected = train(tmp_path / "fork", "train.py", "hybrid_allreduce_fork")["state_dict"]
-    command = TORCHRUN if name == "torchrun" else []
-    strategy = "hybrid_allreduce_spawn" if name == "spawn" else "hybrid_allreduce"
-    found = train(tmp_path, *command, "train.py", strategy, is_fresh=True)["state_dict"]
-    assert toy.same_bits(expected, found)
+@pytest.mark.parametrize("launcher", ["popen", "spawn", "torchrun"])
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_every_launcher_trains_the_same_model(package, launcher, tmp_path):
+    expected, _ = train(tmp_path / "fork", "train.py", "hybrid_allreduce_fork")
+    strategy = "hybrid_allreduce_spawn" if launcher == "spawn" else "hybrid_allreduce"
+    command = [*(TORCHRUN if launcher == "torchrun" else []), "train.py", strategy]
+    found, _ = train(tmp_path / "this", *command, package=package, is_fresh=True)
+    for rank, seen in enumerate(found):
+        assert (seen["world_size"], seen["half"]) == (2, "torch.float16")
+        assert seen["losses"] == expected[rank]["losses"]
+        assert toy.same_bits(seen["weights"], expected[0]["weights"])
+    assert found[0]["losses"] != found[1]["losses"], "ranks must see different data"
 
 
 # A process that has imported torch, as if it had imported none of these.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +17,7 @@ from lightning_hybrid.checkpoint.param_names import state_by_name
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from recipes.training.fully_sharded import FullyShardedStrategy
 from tests import toy
+from tests.scenes import Saves, at, fit
 
 OPTIMIZERS = {
     "lars": (LARS, {"lr": 2.0}),
@@ -31,12 +32,12 @@ BOUND = {"lars": 0, "lars fused": 2e-6, "lamb": 0, "lamb fused": 1e-5}
 class Layerwise(toy.Toy):
     """A toy whose optimizer is one of ours, on parameter groups."""
 
-    def __init__(self, optimizer, net=None):
+    def __init__(self, optimizer, is_pair=False):
         super().__init__()
         self.optimizer_name = optimizer
         # Biases before BatchNorm have gradients of rounding alone, which LAMB divides by their own size.
-        if net is not None or "lamb" in optimizer:
-            self.net = net or pair_net()
+        if is_pair or "lamb" in optimizer:
+            self.net = pair_net()
 
     def configure_optimizers(self):
         rule, options = OPTIMIZERS[self.optimizer_name]
@@ -76,33 +77,24 @@ class Sliced(Layerwise):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def fit_on_rank(module, strategy, **settings):
+def whole(trainer, module):
     """Weights at the end, whole, and what kinds of tensors they were."""
+    found = {name: param.detach().clone() for name, param in module.net.named_parameters()}
+    kinds = {type(param).__name__ for param in found.values()}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}, kinds
+
+
+def fit_on_rank(scene):
     _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.makers.mesh_of`
-    trainer = toy.trainer(strategy=strategy, **settings)
-    trainer.fit(module, toy.loader())
-    kinds = {type(param).__name__ for param in module.net.parameters()}
-    return {name: whole(param) for name, param in module.net.named_parameters()}, kinds
+    callbacks = [*scene.pop("callbacks", []), at(on_train_end=whole)]
+    return fit(None, callbacks=callbacks, **scene)
 
 
-def ddp_on_rank(optimizer, net=None):
-    return fit_on_rank(Layerwise(optimizer, net), "ddp")[0]
-
-
-def fsdp_on_rank(optimizer):
-    return fit_on_rank(Sharded(optimizer), ModelParallelStrategy(2, 1))
-
-
-def ddp_pair_on_rank(optimizer):
-    return ddp_on_rank(optimizer, pair_net())
-
-
-def sliced_on_rank(optimizer, data_size):
-    return fit_on_rank(Sliced(optimizer, pair_net()), ModelParallelStrategy(data_size, 2))
+def trained(ranks, module, strategy, num_steps=8, **scene):
+    """Whole weights, and kinds, on each rank."""
+    ranks = ranks.run(fit_on_rank, {"module": module, "strategy": strategy, **scene})
+    assert all(seen.global_step == num_steps for seen in ranks)
+    return [seen.looks["on_train_end"][0] for seen in ranks]
 
 
 def distance(one, other):
@@ -116,8 +108,8 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
 
     LAMB divides by roots of squares of gradients, so that its weights amplify that.
     """
-    expected, _ = two_ranks.run(ddp_on_rank, optimizer)
-    for found, kinds in two_ranks.run(fsdp_on_rank, optimizer):
+    (expected, _), _ = trained(two_ranks, partial(Layerwise, optimizer), "ddp")
+    for found, kinds in trained(two_ranks, partial(Sharded, optimizer), ModelParallelStrategy(2, 1)):
         assert kinds == {"DTensor"}
         assert distance(expected, found) <= BOUND[optimizer]
 
@@ -129,53 +121,15 @@ def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
     """Sums over slices are made in another order; LAMB divides by roots of squares of small gradients."""
-    expected = (one_rank if data_size == 1 else two_ranks).run(ddp_pair_on_rank, optimizer)[0]
-    for found, kinds in (two_ranks if data_size == 1 else four_ranks).run(sliced_on_rank, optimizer, data_size):
+    of_data, of_all, num_steps = (one_rank, two_ranks, 16) if data_size == 1 else (two_ranks, four_ranks, 8)
+    (expected, _), *_ = trained(of_data, partial(Layerwise, optimizer, True), "ddp", num_steps)
+    strategy = ModelParallelStrategy(data_size, 2)
+    for found, kinds in trained(of_all, partial(Sliced, optimizer, True), strategy, num_steps):
         assert "DTensor" in kinds
         assert distance(expected, found) <= 1e-5
 
 
 # ---- checkpoints in one file -----------------------------------------------------------------------------------------
-
-
-class SavesMidway(pl.Callback):
-    """After the first of two epochs; then the rest of the run is there to be compared with."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def save_on_rank(kind, optimizer, path):
-    module, strategy = of_kind(kind, optimizer)
-    return fit_on_rank(module, strategy, callbacks=[SavesMidway(path)], **precision_of(kind))[0]
-
-
-def resume_on_rank(kind, optimizer, path, is_named=False):
-    module, strategy = of_kind(kind, optimizer)
-    if is_named and dist.get_rank() == 0:
-        plain = Layerwise(optimizer)
-        checkpoint = torch.load(path)
-        states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
-        checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
-        torch.save(checkpoint, path)
-    _clear_sharding_prop_cache()
-    trainer = toy.trainer(strategy=strategy, **precision_of(kind))
-    trainer.fit(module, toy.loader(), ckpt_path=path)
-    assert trainer.global_step == 8
-    return {name: whole(param) for name, param in module.net.named_parameters()}
-
-
-def of_kind(kind, optimizer):
-    if kind == "fsdp":
-        return Sharded(optimizer), ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
-    if kind == "recipe":
-        module = ByStrategy(optimizer)
-        return module, FullyShardedStrategy()
-    return Layerwise(optimizer), "ddp" if kind == "ddp" else "hybrid_allreduce"
 
 
 class ByStrategy(Layerwise):
@@ -185,8 +139,23 @@ class ByStrategy(Layerwise):
         self.trainer.strategy.shard_(self.net)
 
 
-def precision_of(kind):
-    return {"precision": "16-true"} if kind == "hybrid 16-true" else {}
+KINDS = {
+    "fsdp": (Sharded, ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
+    "recipe": (ByStrategy, FullyShardedStrategy()),
+    "hybrid": (Layerwise, "hybrid_allreduce"),
+    "ddp": (Layerwise, "ddp"),
+}
+
+
+def goes_on(ranks, reader, optimizer, path):
+    module, strategy = KINDS[reader]
+    return [found for found, _ in trained(ranks, partial(module, optimizer), strategy, ckpt_path=path)]
+
+
+def saved(ranks, writer, optimizer, path, **scene):
+    """The file after the first of two epochs; the weights after the second."""
+    module, strategy = KINDS[writer]
+    return trained(ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene)[0][0]
 
 
 @pytest.mark.sampled(4)
@@ -194,24 +163,25 @@ def precision_of(kind):
 @pytest.mark.parametrize("reader", ["hybrid", "recipe", "ddp"])
 @pytest.mark.parametrize("writer", ["fsdp", "hybrid", "recipe"])
 def test_one_file_goes_on_in_any_strategy(writer, reader, optimizer, two_ranks, tmp_path):
-    path = str(tmp_path / "midway.ckpt")
-    expected, _ = two_ranks.run(save_on_rank, writer, optimizer, path)
-    for found in two_ranks.run(resume_on_rank, reader, optimizer, path):
+    expected = saved(two_ranks, writer, optimizer, tmp_path / "midway.ckpt")
+    for found in goes_on(two_ranks, reader, optimizer, tmp_path / "midway.ckpt"):
         assert distance(expected, found) <= max(1e-7, BOUND[optimizer])
 
 
 def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_its_state_has_names(two_ranks, tmp_path):
     """Without names the state of one parameter would go to another."""
-    path = str(tmp_path / "midway.ckpt")
-    expected, _ = two_ranks.run(save_on_rank, "hybrid", "lars", path)
-    for found in two_ranks.run(resume_on_rank, "fsdp", "lars", path, True):
+    path = tmp_path / "midway.ckpt"
+    expected = saved(two_ranks, "hybrid", "lars", path)
+    plain, checkpoint = Layerwise("lars"), torch.load(path)
+    states = zip(checkpoint["optimizer_states"], [plain.configure_optimizers()], strict=True)
+    checkpoint["optimizer_states"] = [state_by_name(state, one, plain) for state, one in states]
+    torch.save(checkpoint, path)
+    for found in goes_on(two_ranks, "fsdp", "lars", path):
         assert distance(expected, found) <= 1e-7
 
 
 def test_masters_of_half_precision_go_on_as_shards(two_ranks, tmp_path):
     """The file has fp32 masters, and the shards are the new ones."""
-    path = str(tmp_path / "midway.ckpt")
-    two_ranks.run(save_on_rank, "hybrid 16-true", "lars", path)
-    resumed = two_ranks.run(resume_on_rank, "recipe", "lars", path)
-    as_ddp = two_ranks.run(resume_on_rank, "ddp", "lars", path)
-    assert distance(as_ddp[0], resumed[0]) <= 1e-7
+    saved(two_ranks, "hybrid", "lars", tmp_path / "midway.ckpt", precision="16-true")
+    (resumed, _), (as_ddp, _) = (goes_on(two_ranks, one, "lars", tmp_path / "midway.ckpt") for one in ("recipe", "ddp"))
+    assert distance(as_ddp, resumed) <= 1e-7

@@ -15,6 +15,7 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.strategy import arguments
 from tests import toy
+from tests.scenes import at, fit
 
 GLOO = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_shared_cores=2)
 
@@ -25,47 +26,35 @@ def cluster(ranks_per_node):
     return Cluster(num_nodes=8, ranks_per_node=ranks_per_node, inside=near, across=far, transport=GLOO)
 
 
-def plan_in_force(ranks_per_node, described, dtype=None, **settings):
-    comm = Comm(plan=cluster(described), dtype=dtype)
-    strategy = HybridAllReduceStrategy(comm=comm, ranks_per_node=ranks_per_node, **settings)
-    seen = []
-
-    class Module(toy.Toy):
-        def on_train_start(self):
-            seen.append((strategy._engine.plan.to_json(), strategy.communication_plan))
-
-    module = Module()
-    error = toy.error_of(toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit, module, toy.loader())
-    return seen, error, [parameter.numel() for parameter in module.parameters()]
+def plan_in_force(trainer, module):
+    return trainer.strategy._engine.plan, trainer.strategy.communication_plan
 
 
-@pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
-def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(four_ranks, comm_dtype, itemsize):
-    """Described with 8 nodes; the job has 2."""
-    for seen, error, numels in four_ranks.run(_plan_in_force, comm_dtype):
-        assert error == ""
-        expected = plan_search.choose_plan(numels[::-1], cluster(2).of(2), itemsize=itemsize, on_cuda=False)
-        assert expected.algorithm == "flat"
-        assert seen[0][0] == expected.to_json()
-        assert "flat" in seen[0][1]
+NUMELS = [parameter.numel() for parameter in toy.Toy().parameters()]
+SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_start=plan_in_force)]}
 
 
-def _plan_in_force(comm_dtype):
-    return plan_in_force(2, 2, dtype=comm_dtype)
-
-
-def test_a_run_with_a_codec_gets_a_plan_that_a_codec_can_carry(four_ranks):
-    """Without one it is flat, which rounds the gradient of each rank."""
-    for seen, error, numels in four_ranks.run(plan_in_force_with_int8):
-        assert error == ""
-        wire = NodeWire(name="int8", itemsize=2)
-        expected = plan_search.choose_plan(numels[::-1], cluster(2).of(2), itemsize=2, on_cuda=False, wire=wire)
-        assert seen[0][0] == expected.to_json()
-        assert "flat" not in seen[0][1]
-
-
-def plan_in_force_with_int8():
-    return plan_in_force(2, 2, between_nodes=Mean(dtype="int8"))
+@pytest.mark.parametrize(
+    ("options", "expected", "is_flat"),
+    [
+        ({"comm": Comm(plan=cluster(2))}, {"itemsize": 2}, True),
+        ({"comm": Comm(plan=cluster(2), dtype=torch.float32)}, {"itemsize": 4}, True),
+        # Without a codec it is flat, which rounds the gradient of each rank.
+        (
+            {"comm": Comm(plan=cluster(2)), "between_nodes": Mean(dtype="int8")},
+            {"itemsize": 2, "wire": NodeWire(name="int8", itemsize=2)},
+            False,
+        ),
+    ],
+    ids=["half", "single", "codec"],
+)
+def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(four_ranks, options, expected, is_flat):
+    """Described with 8 nodes; the job has 2. One with a codec gets a plan that a codec can carry."""
+    chosen = plan_search.choose_plan(NUMELS[::-1], cluster(2).of(2), on_cuda=False, **expected)
+    for seen in fit(four_ranks, ranks_per_node=2, **options, **SCENE):
+        ((plan, said),) = seen.looks["on_train_start"]
+        assert plan == chosen
+        assert ("flat" in said) == is_flat
 
 
 @pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
@@ -93,28 +82,16 @@ class MostChunks:
         return CommPlan(algorithm="hierarchical", chunk_bytes=sum(numels) * itemsize)
 
 
-def fit_with_an_own_planner():
-    strategy = HybridAllReduceStrategy(comm=Comm(plan=MostChunks()), ranks_per_node=1)
-    seen = []
-
-    class Module(toy.Toy):
-        def on_train_start(self):
-            seen.append(strategy._engine.plan)
-
-    module = Module()
-    toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(module, toy.loader())
-    return seen, sum(parameter.numel() for parameter in module.parameters())
-
-
 def test_any_object_that_chooses_a_plan_may_stand_for_it(two_ranks):
-    for seen, numel in two_ranks.run(fit_with_an_own_planner):
-        assert seen == [CommPlan(algorithm="hierarchical", chunk_bytes=2 * numel)]
+    for seen in fit(two_ranks, comm=Comm(plan=MostChunks()), ranks_per_node=1, **SCENE):
+        ((plan, _),) = seen.looks["on_train_start"]
+        assert plan == CommPlan(algorithm="hierarchical", chunk_bytes=2 * sum(NUMELS))
 
 
 def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
-    for seen, error, _ in two_ranks.run(plan_in_force, 1, 4):
-        assert not seen
-        assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in error
+    for seen in fit(two_ranks, comm=Comm(plan=cluster(4)), ranks_per_node=1, raises=True, **SCENE):
+        assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in seen.error
+        assert not seen.looks["on_train_start"]
 
 
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])

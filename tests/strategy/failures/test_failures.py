@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests import toy
 from tests.rank_pool import RankError
+from tests.scenes import fit
 
 
 class EndsAt(pl.Callback):
@@ -74,47 +75,36 @@ def test_an_error_before_the_forward_reaches_the_other_in_its_own_words(two_rank
     assert seconds < 20  # soon: the collective itself waits for 45
 
 
-def notes_of_an_error_around_an_average():
+class Wraps(toy.Toy):
     """As torch's pipelining does: what it raises says nothing of the average that failed in backward."""
 
-    class Wraps(toy.Toy):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2 and dist.get_rank() == 1:
-                raise FloatingPointError("of the user")
-            return super().training_step(batch, batch_idx)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and dist.get_rank() == 1:
+            raise FloatingPointError("of the user")
+        return super().training_step(batch, batch_idx)
 
-        def backward(self, loss):
-            try:
-                loss.backward()
-            except RuntimeError as error:
-                raise RuntimeError("Failed to run stage backward") from error
-
-    try:
-        toy.trainer(max_epochs=1).fit(Wraps(), toy.loader())
-    except RuntimeError as error:
-        return str(error), getattr(error, "__notes__", [])
-    except FloatingPointError:
-        return "", []
+    def backward(self, loss):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise RuntimeError("Failed to run stage backward") from error
 
 
 def test_an_error_that_was_raised_from_a_failed_average_says_which_rank_it_was(two_ranks):
-    (message, notes), _ = two_ranks.run(notes_of_an_error_around_an_average)
-    assert message.startswith("Failed to run stage backward")
-    assert sum("comm: rank 1 gave up: FloatingPointError: of the user" in note for note in notes) == 1
-    assert not any(note.startswith("On rank 0") for note in notes)
+    seen, _ = fit(two_ranks, Wraps, max_epochs=1, raises=True)
+    assert seen.error.startswith("RuntimeError: Failed to run stage backward")
+    assert seen.error.count("comm: rank 1 gave up: FloatingPointError: of the user") == 1
+    assert "\nOn rank 0" not in seen.error
 
 
-def fit_with_a_broken_database(rank):
-    class Breaks(toy.Toy):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2 and dist.get_rank() == rank:
-                raise RuntimeError("the database's connection timed out")
-            return super().training_step(batch, batch_idx)
-
-    return toy.error_of(toy.trainer(max_epochs=1).fit, Breaks(), toy.loader())
+class HasABrokenDatabase(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and dist.get_rank() == 1:
+            raise RuntimeError("the database's connection timed out")
+        return super().training_step(batch, batch_idx)
 
 
 def test_a_users_error_that_sounds_like_a_networks_is_the_users(two_ranks):
-    words = two_ranks.run(fit_with_a_broken_database, 1)
-    assert words[1] == "RuntimeError: the database's connection timed out"
-    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in words[0]
+    other, own = fit(two_ranks, HasABrokenDatabase, max_epochs=1, raises=True)
+    assert own.error.startswith("RuntimeError: the database's connection timed out\n")
+    assert "comm: rank 1 gave up: RuntimeError: the database's connection timed out" in other.error

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 from tests import toy
 from tests.rank_pool import RankError
+from tests.scenes import at, fit, same
 
 GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
 
@@ -60,10 +62,7 @@ def explained_on_rank_zero(where, folder):
             "in a hook",
             "comm: rank 1 does not come to the collective in which others wait; now in no collective, in `wait` (",
         ),
-        (
-            "in the collective",
-            "comm: every rank answers, so the network between them is the cause (rank 0: in a coll",
-        ),
+        ("in the collective", "comm: every rank answers, so the network between them is the cause (rank 0: in a coll"),
     ],
 )
 def test_who_is_the_cause_of_a_collective_that_failed_is_told(two_ranks, tmp_path, where, words):
@@ -98,90 +97,63 @@ def test_a_rank_that_dies_before_the_engine_is_made_is_named_by_the_other(two_ra
     assert f"ank {rank} is on host " in str(error.value)
 
 
-def watches_after(kind):
-    """What of the watchdog is left after a fit, and after a test alone."""
-    trainer = toy.trainer(max_epochs=1)
-    seen = []
-
-    class Looks(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._failures.setup_watchdog is None)
-
-        def on_test_start(self, trainer, pl_module):
-            seen.append(trainer.strategy._failures.setup_watchdog is not None)
-
-    trainer.callbacks.append(Looks())
-    if kind == "fit":
-        trainer.fit(toy.Toy(), toy.loader())
-    else:
-        trainer.test(toy.Toy(), toy.loader(), verbose=False)
-    return seen, trainer.strategy._failures.setup_watchdog is None
+def has_setup_watchdog(trainer, module):
+    return trainer.strategy._failures.setup_watchdog is not None
 
 
-@pytest.mark.parametrize("kind", ["fit", "test"])
-def test_the_engine_takes_over_and_without_one_the_watch_stays_to_the_end(two_ranks, kind):
-    for seen, is_gone in two_ranks.run(watches_after, kind):
-        assert (seen, is_gone) == ([True], True)
+def watched(scene):
+    strategy = HybridAllReduceStrategy()
+    return fit(None, strategy=strategy, **scene).looks, strategy._failures.setup_watchdog
 
 
-def fit_unseeded(precision):
-    """Every rank begins with other weights, as without a common seed."""
-    module = toy.Toy(seed=dist.get_rank())
-    toy.trainer(max_epochs=2, precision=precision).fit(module, toy.loader())
-    return {
-        name: weight.detach() for name, weight in module.named_parameters()
-    }  # BatchNorm's statistics are each rank's
+@pytest.mark.parametrize(("call", "is_there"), [("fit", False), ("test", True)])
+def test_the_engine_takes_over_and_without_one_the_watch_stays_to_the_end(two_ranks, call, is_there):
+    hook = "on_train_start" if call == "fit" else "on_test_start"
+    scene = {"call": call, "max_epochs": 1, "callbacks": [at(**{hook: has_setup_watchdog})]}
+    assert two_ranks.run(watched, scene) == [({hook: [is_there]}, None)] * 2
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
 def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(two_ranks, precision):
     """In half precision the masters' lower digits are more than what DDP sends."""
-    one, other = two_ranks.run(fit_unseeded, precision)
-    assert toy.same_bits(one, other)
+    one, other = fit(two_ranks, unseeded, precision=precision)
+    assert same(one.parameters, other.parameters)
 
 
-def fit_with_weights_of_its_own():
+def unseeded():
+    return toy.Toy(seed=dist.get_rank())
+
+
+class Own(toy.Toy):
     """A parameter that DDP ignores is each rank's own."""
 
-    class Own(toy.Toy):
-        _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
+    _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
 
-    module = Own(seed=dist.get_rank())
-    first = module.net[1].weight.detach().clone()
-    masters = []
+    def __init__(self):
+        super().__init__(seed=dist.get_rank())
+        self.first = self.net[1].weight.detach().clone()
 
-    class Looks(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            masters.append(trainer.precision_plugin.masters.pair_of(pl_module.net[1].weight).master.detach().clone())
 
-    toy.trainer(max_steps=1, max_epochs=1, precision="16-true", callbacks=[Looks()]).fit(module, toy.loader())
-    return torch.equal(first, masters[0])
+def is_its_own(trainer, module):
+    return torch.equal(module.first, trainer.precision_plugin.masters.pair_of(module.net[1].weight).master)
 
 
 def test_what_ddp_ignores_keeps_its_own_masters(two_ranks):
-    assert two_ranks.run(fit_with_weights_of_its_own) == [True, True]
+    scene = {"max_steps": 1, "precision": "16-true", "callbacks": [at(on_train_start=is_its_own)]}
+    assert [seen.looks["on_train_start"] for seen in fit(two_ranks, Own, **scene)] == [[True]] * 2
 
 
-def error_in_validation():
-    class Breaks(toy.Toy):
-        def validation_step(self, batch, batch_idx):
-            if dist.get_rank() == 1:
-                raise FloatingPointError("of the user")
-
-    try:
-        toy.trainer(max_epochs=1).validate(Breaks(), toy.loader(), verbose=False)
-    except FloatingPointError as error:
-        return error.__notes__
-    except RuntimeError as error:
-        return [str(error)]
-    return []
+class BreaksInValidation(toy.Toy):
+    def validation_step(self, batch, batch_idx):
+        if dist.get_rank() == 1:
+            raise FloatingPointError("of the user")
 
 
 def test_an_error_of_the_users_says_on_which_rank_and_host_it_was(two_ranks):
-    here, there = two_ranks.run(error_in_validation)
-    (box,) = there
-    line, first, place = box.splitlines()
+    here, there = fit(two_ranks, BreaksInValidation, call="validate", raises=True)
+    message, line, first, place = there.error.splitlines()
+    assert message == "FloatingPointError: of the user"
     assert not line.strip("-")
     assert re.fullmatch(r"On rank 1 \(host .+\): FloatingPointError: of the user", first)
     assert re.fullmatch(r'  File ".+test_setup.py", line \d+, in validation_step', place)
-    assert not here or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here[0]
+    assert not here.error or f"comm: rank 1 gave up: FloatingPointError: of the user ({place.strip()})." in here.error

@@ -1,32 +1,34 @@
 """`LocalSteps` with what users write: Adam, averages of weights, teachers, steps left out, a search."""
 
-import warnings
-from datetime import timedelta
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 from torch import nn
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
+from lightning_hybrid import Comm, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.strategy.local_steps.extension import OUTER_MOMENTUM
-from tests import toy
+from tests import scenes, toy
+from tests.scenes import Saves, at, same
+
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def weights_of(module):
     return torch.cat([value.detach().float().reshape(-1) for value in module.state_dict().values()])
 
 
-def fit(module, options, **settings):
-    steps, comm = LocalSteps(**options), Comm(tune="off")
-    strategy = HybridAllReduceStrategy(steps, ranks_per_node=1, comm=comm, timeout=timedelta(seconds=45))
-    ckpt_path = settings.pop("ckpt_path", None)
-    trainer = toy.trainer(strategy=strategy, **{"limit_val_batches": 0, **settings})
-    trainer.fit(module, toy.loader(64), ckpt_path=ckpt_path)
-    return trainer
+def fit(ranks, module, options, **settings):
+    """Nodes of one rank each."""
+    scene = {"between_nodes": LocalSteps(**options), "ranks_per_node": 1, "comm": Comm(tune="off")}
+    return scenes.fit(ranks, module, **scene | settings)
+
+
+LOW_RATE = partial(toy.Toy, lr=0.05)
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -53,9 +55,7 @@ class Rows(pl.LightningModule):
         return self.kind(self.parameters(), lr=1e-3)
 
 
-def changes(kind, across):
-    module = Rows(kind)
-    fit(module, {"every": 4, "dtype": across}, max_epochs=1)
+def largest_change(trainer, module):
     return max(module.changes)
 
 
@@ -63,42 +63,35 @@ def changes(kind, across):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, LAMB])
 def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(two_ranks, kind, across):
     """A first moment that is averaged where the second is zero made steps of 1e8 times the rate."""
-    for largest in two_ranks.run(changes, kind, across):
-        assert 0 < largest < 2e-2
+    callbacks = [at(on_train_end=largest_change)]
+    for seen in fit(two_ranks, partial(Rows, kind), {"every": 4, "dtype": across}, max_epochs=1, callbacks=callbacks):
+        assert 0 < seen.looks["on_train_end"][0] < 2e-2
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-class Exports(toy.Toy):
-    """Takes its weights where training ends."""
-
-    def on_train_end(self):
-        self.exported = weights_of(self)
-
-
-AVERAGES = {
-    "ema": lambda: MasterWeightAveraging(decay=0.5),
-    "swa": lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
-}
-
-
-def fit_and_export(name, options):
-    module = Exports(lr=0.05)
-    callbacks = [AVERAGES[name]()] if name else []
-    fit(module, {"every": 3} | options, max_steps=5, callbacks=callbacks)
-    return module.exported, weights_of(module)
+def exported(trainer, module):
+    """As a user does where training ends."""
+    return weights_of(module)
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [(None, {}), ("ema", {}), ("ema", {"outer_lr": 0.7, "outer_momentum": 0.9}), ("swa", {})],
+    ("averages", "options"),
+    [
+        ([], {}),
+        ([partial(MasterWeightAveraging, decay=0.5)], {}),
+        ([partial(MasterWeightAveraging, decay=0.5)], OUTER),
+        ([StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], {}),
+    ],
+    ids=["none", "ema", "ema, outer step", "swa"],
 )
-def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, name, options):
+def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, averages, options):
     """They come before those of a strategy: each node had its own weights there, and its own average after."""
-    (exported, last), (other_exported, other_last) = two_ranks.run(fit_and_export, name, options)
-    assert torch.equal(exported, other_exported)
-    assert torch.equal(last, other_last)
+    callbacks = [*averages, at(on_train_end=exported)]
+    one, other = fit(two_ranks, LOW_RATE, {"every": 3} | options, max_steps=5, callbacks=callbacks)
+    assert same(one.looks["on_train_end"], other.looks["on_train_end"])
+    assert same(one.weights, other.weights)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -113,23 +106,17 @@ class LeavesOut(toy.Toy):
             optimizer.step(closure=lambda: loss)
 
 
-class Apart(Callback):
-    """Whether the ranks held other weights where a batch began: local steps, or a mean before it."""
-
-    def on_train_batch_start(self, trainer, module, *_):
-        self.seen = [*getattr(self, "seen", ()), weights_of(module)]
-
-
-def leave_out():
-    module, seen = LeavesOut(lr=0.05), Apart()
-    fit(module, {"every": 2}, max_steps=5, callbacks=[seen])
-    return weights_of(module), seen.seen
+def before_batch(trainer, module, *_):
+    """Whether ranks held other weights where a batch began: local steps, or a mean before it."""
+    return weights_of(module)
 
 
 def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two_ranks):
     """It held the other node up until the timeout."""
-    (one, seen), (other, others) = two_ranks.run(leave_out)
-    assert torch.equal(one, other)
+    callbacks = [at(on_train_batch_start=before_batch)]
+    one, other = fit(two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks)
+    assert same(one.weights, other.weights)
+    seen, others = (each.looks["on_train_batch_start"] for each in (one, other))
     assert len(seen) == 5
     assert not torch.equal(seen[1], others[1])
 
@@ -148,16 +135,9 @@ class ByHand(toy.Toy):
         optimizer.step()
 
 
-def warn_of_steps():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(ByHand(), {"every": 2}, max_epochs=1)
-    return [str(one.message) for one in caught]
-
-
 def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
-    told = [one for one in two_ranks.run(warn_of_steps)[0] if "which is still 0 after 2 batches" in one]
-    assert len(told) == 1
+    seen, _ = fit(two_ranks, ByHand, {"every": 2}, max_epochs=1, warns=True)
+    assert sum("which is still 0 after 2 batches" in text for text in seen.warnings) == 1
 
 
 # ---- what else there is ----------------------------------------------------------------------------------------------
@@ -176,15 +156,9 @@ class Teacher(toy.Toy):
         self.teacher.weight.lerp_(first.mean(), 0.1)
 
 
-def teach():
-    module = Teacher()
-    fit(module, {"every": 2}, max_steps=5)
-    return module.teacher.weight.clone(), module.fixed.weight.clone()
-
-
 def test_frozen_weights_that_user_code_writes_are_averaged(two_ranks):
-    (one, _), (other, _) = two_ranks.run(teach)
-    assert torch.equal(one, other)
+    one, other = fit(two_ranks, Teacher, {"every": 2}, max_steps=5)
+    assert torch.equal(one.weights["teacher.weight"], other.weights["teacher.weight"])
 
 
 class Counts(toy.Toy):
@@ -203,15 +177,15 @@ class Counts(toy.Toy):
         self.centres.append(self.centre[0].item())
 
 
-def count():
-    module = Counts()
-    fit(module, {"every": 2}, max_steps=5)
-    return module.centres, module.centre[0].item()
+def centres(trainer, module):
+    return module.centres
 
 
 def test_other_buffers_are_those_of_rank_zero_after_an_average(two_ranks):
     """After steps 2 and 4, and at the end."""
-    assert two_ranks.run(count) == [([1, 2, 3, 4, 5], 5), ([2, 2, 4, 4, 6], 5)]
+    found = fit(two_ranks, Counts, {"every": 2}, max_steps=5, callbacks=[at(on_train_end=centres)])
+    assert [seen.looks["on_train_end"] for seen in found] == [[[1, 2, 3, 4, 5]], [[2, 2, 4, 4, 6]]]
+    assert [float(seen.weights["centre"][0]) for seen in found] == [5, 5]
 
 
 class Finds(LearningRateFinder):
@@ -222,50 +196,29 @@ class Finds(LearningRateFinder):
         pl_module.lr = trainer.optimizers[0].param_groups[0]["lr"] = 0.05
 
 
-def search_first(folder, options):
-    found = []
-    for callbacks in ([], [Finds(num_training_steps=8, early_stop_threshold=None, update_attr=False)]):
-        module, seen = toy.Toy(lr=0.05), Apart()
-        fit(module, options, max_epochs=1, callbacks=[*callbacks, seen], default_root_dir=folder)
-        found.append(torch.stack([*seen.seen[-4:], weights_of(module)]))
-    return found
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every": 2, "from_step": 2},
-        {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
-    ],
-    ids=["post-local", "outer step"],
-)
+@pytest.mark.parametrize("options", [{"every": 2, "from_step": 2}, {"every": 2} | OUTER], ids=["post-local", "outer"])
 def test_a_search_before_training_leaves_no_trace(two_ranks, tmp_path, options):
     """Its steps part the nodes; what it loads at its end is everywhere the same."""
-    for without, with_search in two_ranks.run(search_first, tmp_path, options):
-        assert torch.equal(without, with_search)
+    search, look = Finds(num_training_steps=8, early_stop_threshold=None, update_attr=False), before_batch
+    scene = {"max_epochs": 1, "default_root_dir": tmp_path}
+    found = [
+        fit(two_ranks, LOW_RATE, options, callbacks=[*first, at(on_train_batch_start=look)], **scene)
+        for first in ([], [search])
+    ]
+    for without, searched in zip(*found, strict=True):
+        assert same(*(seen.looks["on_train_batch_start"][-4:] for seen in (without, searched)))
+        assert same(without.weights, searched.weights)
 
 
-class Saves(Callback):
-    """Before the first batch and after the last."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_start(self, trainer, module):
-        trainer.save_checkpoint(self.path / f"{trainer.global_step}.ckpt")
-
-    on_train_epoch_end = on_train_start
-
-
-def resume_and_save(path):
-    options = {"every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
-    fit(toy.Toy(), options, max_epochs=1, callbacks=[Saves(path)])
-    (file,) = [one for one in path.iterdir() if one.name != "0.ckpt"]
-    first = torch.load(file, weights_only=True)[OUTER_MOMENTUM]
-    fit(toy.Toy(), options, max_epochs=2, limit_train_batches=0, callbacks=[Saves(path)], ckpt_path=file)
-    second = torch.load(file, weights_only=True)[OUTER_MOMENTUM]
-    return all(torch.equal(second[name], value) for name, value in first.items())
+def save_at_start(trainer, module):
+    trainer.save_checkpoint(f"{trainer.default_root_dir}/start.ckpt")
 
 
 def test_outer_momentum_of_a_resumed_run_is_saved_before_its_first_batch(two_ranks, tmp_path):
-    assert all(two_ranks.run(resume_and_save, tmp_path))
+    options = {"every": 2} | OUTER
+    fit(two_ranks, LOW_RATE, options, max_epochs=1, callbacks=[Saves(tmp_path / "end.ckpt", epoch=0)])
+    again = {"ckpt_path": tmp_path / "end.ckpt", "default_root_dir": tmp_path}
+    fit(two_ranks, LOW_RATE, options, callbacks=[at(on_train_start=save_at_start)], **again)
+    files = [torch.load(tmp_path / name, weights_only=True)[OUTER_MOMENTUM] for name in ("end.ckpt", "start.ckpt")]
+    assert same(*map(dict, files))
+    assert any(value.any() for value in files[0].values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -85,20 +87,12 @@ def lars(module, fused=True, **options):
     return LARS(param_groups(module, weight_decay=1e-3), lr=1.0, trust_coefficient=0.02, fused=fused, **options)
 
 
-def lars_lists(module):
-    return lars(module, fused=False)
-
-
-def lars_joint(module):
-    return lars(module, denominator="joint", trust_clip=1.0)
-
-
 def lamb(module, fused=True):
     return LAMB(param_groups(module, weight_decay=1e-3), lr=0.02, fused=fused, max_grad_norm=0.5)
 
 
-def lamb_lists(module):
-    return lamb(module, fused=False)
+lars_lists, lamb_lists = partial(lars, fused=False), partial(lamb, fused=False)
+lars_joint = partial(lars, denominator="joint", trust_clip=1.0)
 
 
 def images_of(num, rank=None, size=NUM_IMAGES):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.prune import identity
 
@@ -21,8 +21,9 @@ from lightning_hybrid.run_status import run_status
 from lightning_hybrid.strategy.node_slices import refusals, slice_exchange
 from lightning_hybrid.strategy.node_slices import sliced_fit as sliced_layers
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
-from lightning_hybrid.strategy.node_slices.sliced_linear import SlicedHead
-from tests import toy
+from tests import scenes, toy
+from tests.checkout import ROOT
+from tests.scenes import Keeps, Saves
 from tests.strategy.node_slices import sliced
 from tests.strategy.node_slices.sliced import (
     NUM_CLASSES,
@@ -41,6 +42,11 @@ LONG = pytest.mark.long
 BOUND = 1e-6  # fp32 has 6e-8; sums of a few dozen products in another order, over five steps
 
 
+# In half precision gradients are rounded: of whole layers on each rank, of slices after the sum over a node.
+BOUNDS = {"32-true": BOUND, "16-true": 4e-3, "bf16-true": 4e-2}
+UNSEEN = {"module_options": {"looks": False}}  # all in one pass
+
+
 def case(*values, is_long=True):
     return pytest.param(*values, marks=LONG) if is_long else values
 
@@ -50,11 +56,7 @@ def case(*values, is_long=True):
     [
         case(lars, 2, 2, is_long=False),
         case(sliced.lamb, 4, 2, is_long=False),
-        case(sgd, 2, 2),
-        case(adamw, 2, 2),
-        case(sliced.lars_lists, 2, 2),
-        case(sliced.lars_joint, 2, 2),
-        case(sliced.lamb_lists, 2, 2),
+        *[case(one, 2, 2) for one in (sgd, adamw, sliced.lars_lists, sliced.lars_joint, sliced.lamb_lists)],
         case(lars, 4, 4),
         case(lars, 4, 2),
     ],
@@ -66,98 +68,60 @@ def test_gradients_and_steps_are_those_of_whole_layers(rank_pool, optimizer, num
         assert is_whole  # every layer is again what it was
 
 
-# In half precision gradients are rounded: of whole layers on each rank, of slices after the sum over a node.
-HALF_BOUNDS = {"16-true": 4e-3, "bf16-true": 4e-2}
+OVERFLOWS = {"module_options": {"looks": False, "overflows": (1, 2)}}  # in one slice
+ACCUMULATES = UNSEEN | {"accumulate_grad_batches": 2, "num": 6}
+CLIPS = UNSEEN | {"gradient_clip_val": 0.01}
+CLIPS_VALUES = UNSEEN | {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+PENALISES = {"module_options": {"penalty": 0.1}}
+PENALISES_UNSEEN = {"module_options": {"penalty": 0.1, "looks": False}}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "looks"),
+    ("optimizer", "precision", "num_ranks", "kwargs"),
     [
-        case(lars, "16-true", False),  # all in one pass
-        case(lars, "16-true", True),
-        case(sliced.lamb, "16-true", False),
-        case(sgd, "16-true", False),
-        case(lars, "bf16-true", False),
+        case(lars, "16-true", 2, OVERFLOWS, is_long=False),
+        case(sgd, "32-true", 2, ACCUMULATES, is_long=False),
+        case(sgd, "32-true", 2, CLIPS, is_long=False),
+        case(sgd, "32-true", 4, PENALISES, is_long=False),
+        case(lars, "16-true", 2, UNSEEN),
+        case(lars, "16-true", 2, {}),
+        case(sliced.lamb, "16-true", 2, UNSEEN),
+        case(sgd, "16-true", 2, UNSEEN),
+        case(lars, "bf16-true", 2, UNSEEN),
+        case(sgd, "16-true", 2, OVERFLOWS),
+        case(lars, "16-true", 4, OVERFLOWS),
+        case(sliced.lars_lists, "16-true", 4, OVERFLOWS),
+        case(sgd, "32-true", 2, CLIPS_VALUES),
+        case(sgd, "16-true", 2, ACCUMULATES),
+        case(sgd, "16-true", 2, CLIPS),
+        case(sgd, "32-true", 2, PENALISES),
+        case(sgd, "16-true", 4, PENALISES_UNSEEN),
+        case(sgd, "bf16-true", 4, PENALISES_UNSEEN),
     ],
 )
-def test_masters_in_half_precision_are_those_of_whole_layers_but_for_rounding(two_ranks, optimizer, precision, looks):
-    for found, _, _ in two_ranks.run(both, optimizer, precision, {"module_options": {"looks": looks}}):
-        assert found["weights"] < HALF_BOUNDS[precision], found
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "num_ranks"), [case(lars, 2, is_long=False), case(sgd, 2), case(lars, 4), case(sliced.lars_lists, 4)]
-)
-def test_overflow_in_one_slice_skips_the_step_on_every_rank(rank_pool, optimizer, num_ranks):
-    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"looks": False, "overflows": (1, 2)}}
-    for found, skipped, _ in rank_pool.ranks(num_ranks).run(both, optimizer, "16-true", kwargs):
-        assert skipped == 2
-        assert found["weights"] < HALF_BOUNDS["16-true"], found
-
-
-SETTINGS = {
-    "accumulation": {"accumulate_grad_batches": 2, "num": 6},
-    "clipping by norm": {"gradient_clip_val": 0.01},
-    "clipping by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-}
-
-
-@pytest.mark.parametrize(
-    ("settings", "precision"),
-    [
-        case("accumulation", "32-true", is_long=False),
-        case("clipping by norm", "32-true", is_long=False),
-        case("clipping by value", "32-true"),
-        case("accumulation", "16-true"),
-        case("clipping by norm", "16-true"),
-    ],
-)
-def test_the_trainers_options_are_those_of_whole_layers(two_ranks, settings, precision):
-    # Nothing looks at gradients: between two batches of a step one of a slice is no average yet.
-    kwargs = {"module_options": {"looks": False}, **SETTINGS[settings]}
-    for found, _, _ in two_ranks.run(both, sgd, precision, kwargs):
-        assert found["weights"] < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "precision"),
-    [case(4, "32-true", is_long=False), case(2, "32-true"), case(4, "16-true"), case(4, "bf16-true")],
-)
-def test_a_penalty_on_weights_in_the_loss_is_as_strong_as_on_whole_layers(rank_pool, num_ranks, precision):
-    kwargs = {"options": {"ranks_per_node": 2}, "module_options": {"penalty": 0.1, "looks": precision == "32-true"}}
-    for found, _, _ in rank_pool.ranks(num_ranks).run(both, sgd, precision, kwargs):
-        bound = HALF_BOUNDS.get(precision, BOUND)
-        assert max(found[name] for name in ("weights", "gradients")) < bound, found
+def test_weights_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, precision, num_ranks, kwargs):
+    """In half precision; with the trainer's options; with steps that all skip; with a penalty on weights."""
+    kwargs = {"options": {"ranks_per_node": 2}, **kwargs}
+    for found, skipped, _ in rank_pool.ranks(num_ranks).run(both, optimizer, precision, kwargs):
+        names = ("weights", "gradients") if "penalty" in kwargs.get("module_options", {}) else ("weights",)
+        assert max(found[name] for name in names) < BOUNDS[precision], found
+        assert skipped == (2 if "overflows" in kwargs.get("module_options", {}) else 0)
 
 
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
-    kwargs = {
-        "options": {"ranks_per_node": 2, "comm": Comm(tune="off", dtype="float16")},
-        "module_options": {"looks": False},
-    }
+    kwargs = UNSEEN | {"options": {"ranks_per_node": 2, "comm": Comm(tune="off", dtype="float16")}}
     for found, _, _ in four_ranks.run(both, sgd, "32-true", kwargs):
-        assert BOUND < found["weights"] < HALF_BOUNDS["16-true"], found
+        assert BOUND < found["weights"] < BOUNDS["16-true"], found
 
 
 # ---- state and validation --------------------------------------------------------------------------------------------
 
 
-class Saves(pl.Callback):
-    """A checkpoint after the first epoch."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def fit_and_resume(path, optimizer, precision):
     """Two epochs with slices; the second of them again, with slices and whole; and what is in the file."""
     settings = {"num": 3, "max_epochs": 2, "module_options": {"looks": False}}
-    straight = fit(optimizer, precision, True, callbacks=[Saves(path)], **settings)
+    straight = fit(optimizer, precision, True, callbacks=[Saves(path, epoch=0)], **settings)
     dist.barrier()  # rank zero has written
     resumed, whole = (fit(optimizer, precision, is_cut, ckpt_path=path, **settings) for is_cut in (True, False))
     saved = torch.load(path, weights_only=True)
@@ -185,7 +149,7 @@ def fit_and_resume(path, optimizer, precision):
     ],
 )
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(rank_pool, tmp_path, optimizer, precision, num_ranks):
-    bound = HALF_BOUNDS.get(precision, BOUND)
+    bound = BOUNDS[precision]
     for found in rank_pool.ranks(num_ranks).run(fit_and_resume, str(tmp_path / "first.ckpt"), optimizer, precision):
         assert found["same names and shapes"]
         assert found["resumed to the bit"]
@@ -193,27 +157,21 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(rank_pool, tmp_path,
         assert found["state of the whole"] < 4 * bound
 
 
-def fit_of(strategy, path, is_cut):
-    module = Module(sgd, is_cut, looks=False)
-    trainer = toy.trainer(strategy=strategy, max_epochs=2, use_distributed_sampler=False)
-    trainer.fit(module, loader(3), ckpt_path=path)
-    return toy.weights(module)
-
-
-def save_with_slices(path):
-    fit(sgd, "32-true", True, num=3, callbacks=[Saves(path)], module_options={"looks": False})
+def going_on(ranks, strategy, path, is_cut):
+    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "ckpt_path": path}
+    return scenes.fit(ranks, partial(Module, sgd, is_cut, looks=False), strategy=strategy, **scene)[0].weights
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(rank_pool, tmp_path):
-    path = str(tmp_path / "first.ckpt")
-    rank_pool.ranks(2).run(save_with_slices, path)
-    under_ddp = rank_pool.ranks(2).run(fit_of, "ddp", path, False)
-    with_slices = rank_pool.ranks(2).run(fit_of, "hybrid_allreduce", path, True)
-    assert difference(with_slices[0], under_ddp[0]) < BOUND
-    of_four = rank_pool.ranks(4).run(fit_of, "ddp", path, False)
-    slices_of_four = rank_pool.ranks(4).run(fit_of, "hybrid_allreduce", path, True)
-    assert difference(slices_of_four[0], of_four[0]) < BOUND
+def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(two_ranks, four_ranks, tmp_path):
+    path = tmp_path / "first.ckpt"
+    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "max_epochs": 1, "save_to": path}
+    scenes.fit(two_ranks, partial(Module, sgd, looks=False), **scene)
+    for ranks in (two_ranks, four_ranks):
+        under_ddp, cut = (
+            going_on(ranks, *of, path, is_cut) for *of, is_cut in (("ddp", False), ("hybrid_allreduce", True))
+        )
+        assert difference(cut, under_ddp) < BOUND
 
 
 def uneven_loader():
@@ -241,7 +199,7 @@ def validated(precision, averages):
 def test_validation_takes_any_number_of_images_and_the_average_where_there_is_one(two_ranks, precision, averages):
     counts = []
     for found, count in two_ranks.run(validated, precision, averages):
-        assert max(found.values()) < (BOUND if precision == "32-true" else HALF_BOUNDS[precision]), found
+        assert max(found.values()) < BOUNDS[precision], found
         counts.append(count)
     assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
 
@@ -356,32 +314,6 @@ def test_a_step_sends_images_and_logits_and_one_sum_of_squares(four_ranks):
     assert four_ranks.run(collectives) == [(expected, ["sum"] * 4)] * 4
 
 
-class TargetsInTheHead(Module):
-    """A training step whose loss is the head's own."""
-
-    def training_step(self, batch, batch_idx):
-        images, targets = batch
-        net = self.net
-        x = net.fc7(net.fc6(net.trunk(images)).tanh()).tanh()
-        if isinstance(net.fc8, SlicedHead):
-            return net.fc8(x, targets).mean()
-        return F.cross_entropy(net.fc8(x).float(), targets)
-
-
-def of_targets():
-    found = []
-    for is_cut in (False, True):
-        module = TargetsInTheHead(sgd, is_cut, looks=False)
-        toy.trainer(max_epochs=1, use_distributed_sampler=False).fit(module, loader(4))
-        found.append(toy.weights(module))
-    return difference(*found)
-
-
-@pytest.mark.long
-def test_a_training_step_can_take_the_loss_of_the_head(two_ranks):
-    assert max(two_ranks.run(of_targets)) < BOUND
-
-
 # ---- callbacks -------------------------------------------------------------------------------------------------------
 
 
@@ -415,20 +347,11 @@ def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
         assert "`net.trunk.0.weight`" in error
 
 
-class Keeps(pl.loggers.logger.DummyLogger):
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append(dict(metrics))
-
-
 def logged_ratios(is_cut):
     keeps = Keeps()
     settings = {"callbacks": [TrainingMetrics(skip_steps=0)], "logger": keeps, "log_every_n_steps": 1}
     fit(lars, "32-true", is_cut, module_options={"looks": False}, **settings)
-    return [row[name] for name in m.trust_ratios_of_group(0) for row in keeps.rows if name in row]
+    return [value for name in m.trust_ratios_of_group(0) for value in keeps.column(name).values()]
 
 
 @pytest.mark.long
@@ -471,12 +394,9 @@ def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
         refusals.refuse_layers(net, net.node_slices, num_slices=2)
 
 
-def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
+def test_names_that_there_are_not_and_groups_of_three_are_refused():
     with pytest.raises(ValueError, match=r"^`fc9` in `node_slices` \(=\[\('fc9',\)\]\) must .* are fc8: write"):
         refusals.refuse_unknown_names(nn.ModuleDict({"fc8": nn.Linear(2, 2)}), [("fc9",)])
-
-
-def test_a_pair_has_two_names():
     with pytest.raises(ValueError, match=r"must have groups of two names"):
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
@@ -492,21 +412,21 @@ def test_a_fit_is_refused_before_training(two_ranks, name, value):
         assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
 
 
-class Unfreezes(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        pl_module.net.fc8.weight.requires_grad_(True)
+def unfreeze(trainer, module):
+    module.net.fc8.weight.requires_grad_(True)
 
 
-def late():
+def partly_frozen():
     module = Module(sgd, looks=False)
     module.net.fc8.weight.requires_grad_(False)
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Unfreezes()])
-    return toy.error_of(trainer.fit, module, loader(1))
+    return module
 
 
 def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
-    for error in two_ranks.run(late):
-        assert error.startswith("RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged")
+    scene = {"train": partial(loader, 1), "use_distributed_sampler": False, "max_epochs": 1, "raises": True}
+    for seen in scenes.fit(two_ranks, partly_frozen, callbacks=[scenes.at(on_train_start=unfreeze)], **scene):
+        words = "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
+        assert seen.error.startswith(words)
 
 
 class TakesState(pl.Callback):
@@ -548,59 +468,45 @@ def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path
     assert one[1].startswith("FloatingPointError: rank zero has ended")
 
 
-def uneven_training():
-    size = NUM_IMAGES - dist.get_rank()
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False)
-    return toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1, size=size))
+def uneven_batches():
+    return loader(1, size=NUM_IMAGES - dist.get_rank())
 
 
 @pytest.mark.long
 def test_ranks_with_other_numbers_of_images_are_named_in_training(two_ranks):
-    for error in two_ranks.run(uneven_training):
-        assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in error
+    scene = {"module": one_module, "train": uneven_batches, "max_epochs": 1, "use_distributed_sampler": False}
+    for seen in scenes.fit(two_ranks, raises=True, **scene):
+        assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in seen.error
 
 
-def alone():
-    strategy = HybridAllReduceStrategy(ranks_per_node=1)
+def one_module(num_classes=NUM_CLASSES):
     module = Module(sgd, looks=False)
-    with pytest.warns(UserWarning, match="cuts nothing: every node has one rank") if dist.get_rank() == 0 else none():
-        toy.trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False).fit(module, loader(1))
+    if num_classes != NUM_CLASSES:
+        module.net.fc8 = nn.Linear(14, num_classes)
+    return module
 
 
-def none():
-    return pytest.MonkeyPatch.context()
+def kinds(trainer, module):
+    return [type(one).__name__ for one in (module.net.fc6, module.net.fc8)]
 
 
 @pytest.mark.long
-def test_one_rank_on_each_node_has_whole_layers(two_ranks):
-    two_ranks.run(alone)
-
-
-def odd_head():
-    module = Module(sgd, looks=False)
-    module.net.fc8 = nn.Linear(14, 9)
-    kinds = []
-
-    class Looks(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            kinds.extend(type(one).__name__ for one in (pl_module.net.fc6, pl_module.net.fc8))
-
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[Looks()])
-    with pytest.warns(UserWarning, match="has 9 classes, which") if dist.get_rank() == 0 else none():
-        trainer.fit(module, loader(1))
-    return kinds
-
-
-@pytest.mark.long
-def test_a_head_whose_classes_do_not_divide_stays_whole(two_ranks):
-    assert two_ranks.run(odd_head) == [["ColumnSlicedLinear", "Linear"]] * 2
-
-
-# ---- the network of the recipes --------------------------------------------------------------------------------------
-
-EXAMPLES = Path(__file__).resolve().parents[3] / "conf" / "model"
+@pytest.mark.parametrize(
+    ("module", "ranks_per_node", "expected", "words"),
+    [
+        (one_module, 1, ["Linear", "Linear"], "cuts nothing: every node has one rank"),
+        (partial(one_module, 9), 2, ["ColumnSlicedLinear", "Linear"], "has 9 classes, which"),
+    ],
+    ids=["one rank on each node", "classes that do not divide"],
+)
+def test_what_cannot_be_cut_stays_whole_with_a_warning(two_ranks, module, ranks_per_node, expected, words):
+    scene = {"module": module, "train": partial(loader, 1), "max_epochs": 1, "use_distributed_sampler": False}
+    scene |= {"ranks_per_node": ranks_per_node, "callbacks": [scenes.at(on_train_start=kinds)], "warns": True}
+    for rank, seen in enumerate(scenes.fit(two_ranks, **scene)):
+        assert seen.looks["on_train_start"] == [expected]
+        assert any(words in text for text in seen.warnings) == (rank == 0)
 
 
 @pytest.mark.parametrize("file", ["alexnet", "alexnet_bn", "alexnet_bn_imagenet"])
 def test_every_alexnet_of_the_recipes_has_the_key(file):
-    assert "\nslice_fc: off" in (EXAMPLES / f"{file}.yaml").read_text()
+    assert "\nslice_fc: off" in (ROOT / "conf" / "model" / f"{file}.yaml").read_text()

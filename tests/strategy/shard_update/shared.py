@@ -10,6 +10,7 @@ from torch import nn
 from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.placement import BLOCK
 from tests import toy
+from tests.scenes import same
 
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1, 7)  # the last is in DDP's first bucket
 
@@ -85,17 +86,6 @@ def fit(optimizer, precision, shard_update, num=4, options=None, module_options=
         "state": state if dist.get_rank() == 0 else None,
         "skipped": getattr(trainer.precision_plugin, "num_skipped_steps", 0),
     }
-
-
-def same(one, other):
-    """Whether nested tensors hold the same bits; the first place where they do not."""
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def both(optimizer, precision, kwargs=None):

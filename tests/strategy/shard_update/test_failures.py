@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine import stages
 from lightning_hybrid.optim import LARS
 from tests import toy
+from tests.scenes import at, fit
 from tests.strategy.shard_update.shared import Sizes, adamw, batches, sgd
 
 
-class Adam(torch.optim.Adam):
-    """One of a user's own, which may look at norms."""
-
-
-def adam_of_ones_own(module):
-    return Adam(module.parameters(), lr=0.1)
-
-
-def adafactor(module):
-    return torch.optim.Adafactor(module.parameters(), lr=0.1)
-
-
-def orthogonal(module):
-    return LARS([module.weights[6]], lr=0.1, direction="orthogonal")
-
-
-def two_over_one(module):
-    module.automatic_optimization = False
-    return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD([module.weights[6]], lr=0.1)]
-
-
-def error_of_a_fit(optimizer=sgd, precision="32-true", world=None, **options):
-    strategy = HybridAllReduceStrategy(shard_update="node", **options)
-    if world is not None:
-        strategy._comm.topology_of = lambda *_: Topology(rank=dist.get_rank(), nodes=world)
-    module = Sizes(optimizer)
-    seen = []
-    module.on_train_batch_start = lambda *args: seen.append(args)
-    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1)
-    error = toy.error_of(trainer.fit, module, batches(2))
-    return error, len(seen)
-
-
-def alone():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        error, _ = error_of_a_fit(ranks_per_node=1)
-    return error, any("shares nothing: every node has one rank" in str(one.message) for one in caught)
+def sharded(two_ranks, module=sgd, **scene):
+    return fit(two_ranks, partial(Sizes, module), train=partial(batches, 2), max_epochs=1, shard_update="node", **scene)
 
 
 def test_one_rank_on_each_node_is_a_warning_and_trains(two_ranks):
-    assert two_ranks.run(alone) == [("", True), ("", False)]
+    for rank, seen in enumerate(sharded(two_ranks, ranks_per_node=1, warns=True)):
+        assert seen.global_step == 1
+        assert any("shares nothing: every node has one rank" in text for text in seen.warnings) == (rank == 0)
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
@@ -110,28 +74,18 @@ def test_a_fault_is_the_same_named_error_on_all_ranks_soon(two_ranks, where):
         assert f"rank 1 failed on bucket 0 in stage `{stage}` of the {exchange} exchange: OSError" in error
 
 
-def save_while_failing():
-    strategy = HybridAllReduceStrategy(shard_update="node")
-    trainer = toy.trainer(strategy=strategy, max_epochs=1)
-    module = Sizes(sgd)
+def fail(trainer, *args):
+    raise ZeroDivisionError("of the user's")
 
-    def fail(*args):
-        raise ZeroDivisionError("of the user's")
 
-    errors = []
-    module.on_train_batch_end = fail
-
-    class Saves(pl.Callback):
-        def on_exception(self, trainer, pl_module, exception):
-            errors.append(toy.error_of(trainer.save_checkpoint, "/dev/null/nowhere.ckpt"))
-
-    trainer.callbacks.append(Saves())
-    return toy.error_of(trainer.fit, module, batches(2)), errors
+def save_while_failing(trainer, module, exception):
+    return toy.error_of(trainer.save_checkpoint, "/dev/null/nowhere.ckpt")
 
 
 def test_a_checkpoint_in_the_midst_of_an_error_is_refused(two_ranks):
-    for error, errors in two_ranks.run(save_while_failing):
-        assert "of the user's" in error
-        assert errors[0].startswith(
-            "RuntimeError: `shard_update` (='node') cannot save while ZeroDivisionError ends this rank"
-        )
+    callbacks = [at(on_train_batch_end=fail, on_exception=save_while_failing)]
+    for seen in sharded(two_ranks, callbacks=callbacks, raises=True):
+        assert "of the user's" in seen.error
+        (error,) = seen.looks["on_exception"]
+        words = "RuntimeError: `shard_update` (='node') cannot save while ZeroDivisionError ends this rank"
+        assert error.startswith(words)

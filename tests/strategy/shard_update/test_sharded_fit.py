@@ -19,9 +19,10 @@ from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.strategy.shard_update import shard_exchange as part_exchange
 from lightning_hybrid.strategy.shard_update.extension import ShardUpdateExtension
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
-from tests import toy
+from tests import scenes, toy
 from tests.comm.layouts import engine_over, integers, sum_of_integers
-from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, batches, both, same, sgd
+from tests.scenes import Saves, same
+from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, batches, both, sgd
 
 # In every run of the tests a few of all cases; the others are long.
 LONG = pytest.mark.long
@@ -145,18 +146,6 @@ def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_nod
         assert found == ALL_SAME
 
 
-class Reloads(pl.Callback):
-    """Loads what the module says that it holds: with masters in parts, weights that are rounded."""
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        pl_module.load_state_dict(pl_module.state_dict())
-
-
-def test_a_state_dict_that_is_loaded_again_rounds_no_masters(two_ranks):
-    for found, _ in two_ranks.run(both, sgd, "16-true", {"callbacks": [Reloads()]}):
-        assert found == ALL_SAME
-
-
 # ---- gradients that are averaged for their owners alone -------------------------------------------------------------
 
 
@@ -257,38 +246,16 @@ def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def saved(path, precision, shard_update, *, resume=None, **options):
-    """Train for two epochs of two batches, save after each; what the files hold, and the weights."""
-    module = Sizes(adamw)
+def saved(ranks, path, precision, shard_update, *, resume=None, **options):
+    """Two epochs of two batches, saved after each: weights on each rank, and the file in the end."""
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(shard_update=shard_update, **scale, **options)
-    trainer = toy.trainer(strategy=strategy, precision=precision, use_distributed_sampler=False)
-    module.on_train_epoch_end = lambda: trainer.current_epoch or trainer.save_checkpoint(f"{path}/two.ckpt")
-    trainer.fit(module, batches(2), ckpt_path=resume)
-    trainer.save_checkpoint(f"{path}/four.ckpt")
-    files = [
-        torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("two", "four") if not resume or name == "four"
-    ]
+    scene = {"shard_update": shard_update, "precision": precision, "use_distributed_sampler": False} | scale | options
+    scene |= {"ckpt_path": resume, "callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
+    file = path / f"{shard_update}4.ckpt"
+    seen = scenes.fit(ranks, partial(Sizes, adamw), train=partial(batches, 2), save_to=file, **scene)
+    found = torch.load(file, weights_only=True)
     keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
-    return toy.weights(module), [{key: file.get(key) for key in keys} for file in files]
-
-
-def files_of_both(path, precision):
-    whole, shared = (saved(f"{path}/{setting}", precision, setting) for setting in ("off", "node"))
-    return same(whole, shared)
-
-
-@pytest.mark.parametrize("precision", ["16-true", pytest.param("32-true", marks=LONG)])
-def test_checkpoints_are_those_of_a_whole_update(two_ranks, precision, tmp_path):
-    assert two_ranks.run(files_of_both, str(tmp_path), precision) == [True, True]
-
-
-def resumed(path, precision, first, then):
-    """A run of four batches in one go, and one that is resumed after two."""
-    weights, (_, file) = saved(f"{path}/straight", precision, "off")
-    saved(f"{path}/begun", precision, first)
-    again, (after,) = saved(f"{path}/again", precision, then, resume=f"{path}/begun/two.ckpt")
-    return same(weights, again), same(file, after)
+    return [one.weights for one in seen], {key: found.get(key) for key in keys}
 
 
 @pytest.mark.parametrize(
@@ -303,29 +270,26 @@ def resumed(path, precision, first, then):
     ),
 )
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
-    assert two_ranks.run(resumed, str(tmp_path), precision, first, then) == [(True, True)] * 2
-
-
-def resumed_on_other_nodes(path, precision):
-    """Begun on two nodes of two ranks, gone on with on one of four; all sums over one ring, whatever shares a node."""
-
-    def begun_and_resumed(shard_update, *ranks_per_node):
-        for name, resume, ranks in zip(("begun", "again"), (None, "begun/two.ckpt"), ranks_per_node, strict=True):
-            options = {
-                "comm": Comm(algorithm="flat"),
-                "ranks_per_node": ranks,
-                "resume": resume and f"{path}/{shard_update}/{resume}",
-            }
-            found = saved(f"{path}/{shard_update}/{name}", precision, shard_update, **options)
-        return found
-
-    # Of several ranks a ring adds in an order that follows DDP's buckets, which a resumed run makes anew.
-    return same(begun_and_resumed("off", 2, 2), begun_and_resumed("node", 2, 4))
+    """Four batches in one go, and resumed after two."""
+    straight = saved(two_ranks, tmp_path, precision, "off")
+    begun = saved(two_ranks, tmp_path, precision, first)
+    assert same(straight, begun)
+    assert same(straight, saved(two_ranks, tmp_path, precision, then, resume=tmp_path / f"{first}2.ckpt"))
 
 
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("16-true", marks=LONG)])
 def test_a_run_goes_on_with_another_number_of_ranks_on_a_node(four_ranks, precision, tmp_path):
-    assert four_ranks.run(resumed_on_other_nodes, str(tmp_path), precision) == [True] * 4
+    """Begun on two nodes of two ranks, gone on with on one of four; all sums over one ring, whatever shares a node."""
+    found = []
+    for shard_update, ranks_per_node in (("off", 2), ("node", 4)):
+        flat = {"comm": Comm(algorithm="flat")}
+        saved(four_ranks, tmp_path, precision, shard_update, ranks_per_node=2, **flat)
+        # Of several ranks a ring adds in an order that follows DDP's buckets, which a resumed run makes again.
+        resume = tmp_path / f"{shard_update}2.ckpt"
+        found.append(
+            saved(four_ranks, tmp_path, precision, shard_update, resume=resume, ranks_per_node=ranks_per_node, **flat)
+        )
+    assert same(*found)
 
 
 # ---- LARS and LAMB -------------------------------------------------------------------------------------------------

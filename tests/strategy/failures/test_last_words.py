@@ -21,6 +21,7 @@ from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
 from tests import toy
 from tests.programs import run_program
+from tests.scenes import fit
 
 FULL = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
 
@@ -32,16 +33,11 @@ class Breaks(toy.Toy):
         return super().training_step(batch, batch_idx)
 
 
-def notes_of_a_fit_without_shared_memory():
-    with pytest.raises(RuntimeError) as caught:
-        toy.trainer(max_epochs=1).fit(Breaks(), toy.loader())
-    return caught.value.__notes__
-
-
 def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
-    (box, cure, *_) = one_rank.run(notes_of_a_fit_without_shared_memory)[0]
+    (seen,) = fit(one_rank, Breaks, max_epochs=1, raises=True)
+    box, _, cure = seen.error.removeprefix(f"RuntimeError: {FULL}\n").partition("in training_step\n")
     assert box.startswith(f"{RULE}\nOn rank 0 (host ")
-    assert box.endswith(f", line {Breaks.training_step.__code__.co_firstlineno + 2}, in training_step")
+    assert box.endswith(f", line {Breaks.training_step.__code__.co_firstlineno + 2}, ")
     assert cure.startswith("`/dev/shm` (=")
     assert "--shm-size" in cure
 
@@ -97,35 +93,25 @@ def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monk
 
 
 SCRIPT = """
-import os, signal, sys, torch
-import lightning.pytorch as pl
-import lightning_hybrid
-from torch import nn
+import os, signal, sys
+sys.path.insert(0, "ROOT")
+from tests import toy
 
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
+class Model(toy.Toy):
     def training_step(self, batch, batch_idx):
         if self.global_step == 2 and self.global_rank == 1:
             if sys.argv[2] == "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("label 7 is out of range")
-        return self.net(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, batch_idx)
 
 if __name__ == "__main__":
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=1, **quiet)
-    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4))
+    toy.trainer(strategy=sys.argv[1], devices=2, max_epochs=1).fit(Model(), toy.loader())
 """
 
 
 def last_words(folder, *arguments):
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(SCRIPT.replace("ROOT", str(Path(__file__).parents[3])))
     done = run_program("train.py", *arguments, cwd=folder)
     assert done.returncode == 1
     return done.stderr

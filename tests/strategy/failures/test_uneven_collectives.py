@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid import HybridAllReduceStrategy, LocalSteps
+from lightning_hybrid import LocalSteps
 from lightning_hybrid.callbacks import (
     NumericsMonitor,
     StopOnSignal,
@@ -18,6 +17,7 @@ from lightning_hybrid.callbacks import (
     numerics,
 )
 from tests import toy
+from tests.scenes import at, fit
 
 LIMIT_S = 40.0  # a deadlock lasts as long as the pool's groups wait: 45 s
 
@@ -60,31 +60,38 @@ class SignalOnRankOne(toy.Toy):
         return super().training_step(batch, batch_idx)
 
 
-def local_steps_with_nan(folder):
+def local_steps_with_nan():
     """Nodes of one rank each: one skips its steps, and the other none."""
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, between_nodes=LocalSteps(every=4))
+    options = {"ranks_per_node": 1, "between_nodes": LocalSteps(every=4), "callbacks": [NumericsMonitor()]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "PROBE_AFTER", 2)
-        fit = toy.trainer(strategy=strategy, precision="16-true", max_epochs=3, callbacks=[NumericsMonitor()]).fit
-        return toy.error_of(fit, NanOnRankOne(), toy.loader())
+        return fit(None, NanOnRankOne, precision="16-true", max_epochs=3, **options).global_step
 
 
-def saved_on_exception(folder):
-    callbacks = [ModelCheckpoint(folder, save_on_exception=True)]
-    fit = toy.trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=True).fit
-    return toy.error_of(fit, FailsOnRankOne(), toy.loader())
+def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks):
+    assert two_ranks.run(local_steps_with_nan, timeout_s=LIMIT_S) == [12, 12]
 
 
-def loss_of_one_rank(folder):
-    seen = []
+def test_a_rank_that_saves_its_end_waits_for_no_other(two_ranks, tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True)]
+    scene = {"max_epochs": 1, "callbacks": callbacks, "enable_checkpointing": True, "raises": True}
+    other, own = fit(two_ranks, FailsOnRankOne, timeout_s=LIMIT_S, **scene)
+    assert own.error.startswith("FloatingPointError: of the user")
+    assert "comm: rank 1 gave up: FloatingPointError: of the user" in other.error
 
-    class Looks(pl.Callback):
-        def on_train_end(self, trainer, module):
-            seen.append(sorted(trainer.logged_metrics))
 
-    metrics = TrainingMetrics(skip_steps=0)
-    toy.trainer(max_epochs=1, log_every_n_steps=1, callbacks=[metrics, Looks()]).fit(StepsOfItsOwn(), toy.loader())
-    return "; ".join(seen[0])
+def logged(trainer, module):
+    return sorted(trainer.logged_metrics)
+
+
+def test_the_loss_of_a_step_is_that_of_the_ranks_that_return_one(two_ranks):
+    callbacks = [TrainingMetrics(skip_steps=0), at(on_train_end=logged)]
+    scene = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": callbacks}
+    (one,), (other,) = (
+        seen.looks["on_train_end"] for seen in fit(two_ranks, StepsOfItsOwn, timeout_s=LIMIT_S, **scene)
+    )
+    assert "train/loss" in one
+    assert one == other
 
 
 def signal_of_one_rank(folder):
@@ -94,22 +101,6 @@ def signal_of_one_rank(folder):
     except (RuntimeError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks, tmp_path):
-    assert two_ranks.run(local_steps_with_nan, str(tmp_path), timeout_s=LIMIT_S) == ["", ""]
-
-
-def test_a_rank_that_saves_its_end_waits_for_no_other(two_ranks, tmp_path):
-    other, own = two_ranks.run(saved_on_exception, str(tmp_path), timeout_s=LIMIT_S)
-    assert own.startswith("FloatingPointError: of the user")
-    assert "comm: rank 1 gave up: FloatingPointError: of the user" in other
-
-
-def test_the_loss_of_a_step_is_that_of_the_ranks_that_return_one(two_ranks, tmp_path):
-    one, other = two_ranks.run(loss_of_one_rank, str(tmp_path), timeout_s=LIMIT_S)
-    assert "train/loss" in one
-    assert one == other
 
 
 def test_a_signal_that_the_ranks_have_not_agreed_on_saves_nothing(two_ranks, tmp_path):

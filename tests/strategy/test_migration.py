@@ -1,0 +1,408 @@
+"""The page for users of other libraries: what its tables say trains, and their checkpoints go on."""
+
+from __future__ import annotations
+
+import ast
+import re
+from contextlib import chdir
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+import lightning_hybrid
+from lightning_hybrid import Comm, DynamicLossScale, HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid.callbacks import MasterWeightAveraging
+from lightning_hybrid.data.images.imagenet import ImageNetDataModule
+from lightning_hybrid.optim import LAMB, LARS, param_groups
+from tests import toy
+from tests.data.images.pictures import write_root
+from tests.scenes import Saves, at, fit, same
+from tests.toy import Toy
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
+
+# Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
+# the keys of commands.
+PROVED_BY = {
+    "`horovodrun": ("tests/strategy/test_flavours.py", "torch.distributed.run"),
+    "`gradient_predivide_factor": ("tests/comm/test_hook.py", "split_divisor"),
+    "`hvd.elastic": ("tests/netlab/elastic.py", "--max-restarts"),
+    "`autoresume": ("tests/recipes/training/test_resume.py", "resume=auto"),
+    "`device_train_microbatch_size": ("tests/recipes/training/test_recipes.py", "max_batch_size_per_rank"),
+    "`LabelSmoothing": ("tests/recipes/training/test_classifier.py", "channels_last"),
+    "`DatasetWriter": ("tests/recipes/datasets/test_packing.py", "short_side"),
+}
+
+
+def rows() -> dict[str, list[tuple[str, str]]]:
+    """The first two columns of each table, by the name of the library."""
+    text = README.read_text().partition("## Checkpoints of other libraries")[0]
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        found[section.splitlines()[0]] = [(had.strip(), write.strip()) for had, write, *_ in lines[1:]]
+    return found
+
+
+def expressions(cell: str) -> list[str]:
+    """What of a cell's code is a call in Python."""
+    found = []
+    for code in re.findall(r"`([^`]+)`", cell):
+        try:
+            tree = ast.parse(code, mode="eval")
+        except SyntaxError:
+            continue
+        found += [code] if isinstance(tree.body, ast.Call) else []
+    return found
+
+
+CODES = dict.fromkeys(code for table in rows().values() for _, cell in table for code in expressions(cell))
+
+
+def test_each_library_has_its_table_and_each_row_a_proof():
+    assert [len(table) for table in rows().values()] == [8, 12, 10, 11, 10]
+    for table in rows().values():
+        for had, write in table:
+            proofs = [proof for start, proof in PROVED_BY.items() if had.startswith(start)]
+            assert expressions(write) or write.startswith("not here") or len(proofs) == 1, had
+            assert all(word in (ROOT / path).read_text() for path, word in proofs)
+    everything = [had for table in rows().values() for had, _ in table]
+    assert not [start for start in PROVED_BY if not any(had.startswith(start) for had in everything)]
+
+
+# ---- every expression trains -----------------------------------------------------------------------------------------
+
+
+class Pictures(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def small_imagenet(**given):
+    """The data module of the cell, on a few pictures."""
+    if dist.get_rank() == 0:
+        write_root(Path("pictures"))
+    dist.barrier()
+    small = {"root": "pictures", "num_classes": 3, "global_batch_size": 4, "image_size": 8, "eval_resize": 8}
+    assert given.keys() <= {*small, "seed"}
+    return ImageNetDataModule(**{**given, **small, "num_threads": 1})
+
+
+def trained_with(code: str, folder: str):
+    """Two steps with what the code gives, on ranks that begin with other weights: steps, what stayed, sums, files."""
+    module, settings, data = toy.Toy(seed=dist.get_rank()), {}, {"train_dataloaders": toy.loader()}
+    names = {name: getattr(lightning_hybrid, name) for name in lightning_hybrid.__all__}
+    names |= {"torch": torch, "groups": param_groups(module, weight_decay=1e-4), "LARS": LARS, "LAMB": LAMB}
+    names |= {"MasterWeightAveraging": MasterWeightAveraging, "ImageNetDataModule": small_imagenet, "Trainer": dict}
+    with chdir(folder):  # for those that a cell names
+        match eval(code, names):
+            case dict() as given:
+                # Lightning would warn and take bf16 on a CPU.
+                settings = given | ({"precision": "bf16-mixed"} if given.get("precision") == "16-mixed" else {})
+            case HybridAllReduceStrategy() as strategy:
+                settings = {"strategy": strategy, "precision": "16-true" if "loss_scale" in code else "32-true"}
+            case MasterWeightPrecision() as plugin:
+                settings = {"plugins": [plugin]}
+            case torch.optim.Optimizer() as optimizer:
+                module.configure_optimizers = lambda: optimizer
+            case pl.Callback() as callback:
+                settings = {"callbacks": [callback]}
+            case pl.LightningDataModule() as datamodule:
+                module, data = Pictures(), {"datamodule": datamodule}
+        if "plugins" not in settings:
+            settings = {"precision": "16-true", **settings}
+        first = {name: value.detach().clone() for name, value in module.named_parameters()}
+        trainer = toy.trainer(**{"max_epochs": 8, **settings, "max_steps": 2})
+        trainer.fit(module, **data)
+        after = {name: value.detach() for name, value in module.named_parameters()}
+        unmoved = [name for name, value in after.items() if torch.equal(value, first[name])]
+        sums = [float(value.double().sum()) for value in after.values()]
+        return trainer.global_step, unmoved, sums, sorted(path.name for path in Path().iterdir())
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.filterwarnings("ignore:`between_nodes` .=.* all ranks share one node")
+@pytest.mark.parametrize("code", CODES)
+def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
+    one, other = two_ranks.run(trained_with, code, str(tmp_path))
+    num_steps, unmoved, sums, files = one
+    assert (num_steps, unmoved) == (2, [])
+    assert sums == other[2]
+    if "trace_dir" in code:
+        assert files == ["timeline"]
+
+
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+
+class Slope(pl.LightningModule):
+    """Its gradient is what the rank drew, from 1 to 2: after a division by 2 no number is subnormal in fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def training_step(self, batch, batch_idx):
+        drawn = torch.rand(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+        return (self.weight * (1 + drawn)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def compress_as_torch(trainer, module):
+    """Lightning registers hooks on CUDA only."""
+    trainer.strategy.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def test_comm_dtype_is_the_compression_hook_of_torch_bit_for_bit(two_ranks):
+    hooked = {"strategy": "ddp", "callbacks": [at(on_train_start=compress_as_torch)]}
+    ours = {"comm": Comm(dtype="float16"), "ranks_per_node": 1}
+    averages = [fit(two_ranks, Slope, max_steps=1, **each) for each in (hooked, ours, {"strategy": "ddp"})]
+    for hook, found, uncompressed in zip(*averages, strict=True):
+        assert same(found.weights, hook.weights)
+        assert not same(found.weights, uncompressed.weights)
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"),
+    [
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "give comm=Comm\\(dtype='float16'"),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "such as PowerSGD, use strategy='ddp'"),
+        ({"ddp_comm_state": object()}, "use strategy='ddp'"),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "use strategy='ddp'"),
+        ({"model_averaging_period": 4}, "in place of averages of models between_nodes=LocalSteps"),
+    ],
+    ids=["fp16", "PowerSGD", "state", "wrapper", "local SGD"],
+)
+def test_hooks_of_ddp_are_refused_by_name_with_the_cure(option, cure):
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"`{name}` \(=.*{cure}"):
+        HybridAllReduceStrategy(**option)
+
+
+def test_lightnings_own_default_of_no_hook_is_accepted():
+    names = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+    assert toy.error_of(HybridAllReduceStrategy, **dict.fromkeys(names)) == ""
+
+
+def changes(scales: list[int], is_change) -> list[int]:
+    return [step for step in range(1, len(scales)) if is_change(scales[step], scales[step - 1])]
+
+
+def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
+    """DeepSpeed's is what `DynamicLossScaler` of 0.19.8 gave with window 4 and hysteresis 2, in units of 1024."""
+    deepspeed = [64] * 4 + [128] * 3 + [64] * 5 + [128] * 4 + [256] * 7 + [512] * 2
+    scale, ours = lightning_hybrid.DynamicLossScale(init_scale=2.0**16, growth_interval=4, hysteresis=2), []
+    for overflow in [False] * 6 + [True] * 2 + [False] * 10 + [True] + [False] * 6:
+        scale.update(torch.tensor(overflow))
+        ours.append(int(scale.value) // 1024)
+    assert changes(ours, int.__lt__) == changes(deepspeed, int.__lt__) == [7]
+    assert changes(ours, int.__gt__) == [step - 1 for step in changes(deepspeed, int.__gt__)] == [3, 11, 15, 22]
+
+
+# ---- checkpoints of other libraries ----------------------------------------------------------------------------------
+
+DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
+"""What DeepSpeed 0.19.8 made of two ranks' ZeRO-1 checkpoint of a `toy.Toy` in bf16: `pytorch_model.bin` its own
+`zero_to_fp32.py`, `lightning_model.pt` Lightning 2.6.6's converter, with the keys of Lightning's DeepSpeed strategy."""
+
+
+def held_at_start(trainer, module):
+    """Weights and optimizer state with which training starts, as a checkpoint would have them."""
+    states = trainer.optimizers[0].state_dict()["state"]
+    return (
+        {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()},
+        {i: {name: torch.as_tensor(v).clone().float() for name, v in s.items()} for i, s in states.items()},
+    )
+
+
+def as_floats(states):
+    return {i: {name: torch.as_tensor(v).float() for name, v in state.items()} for i, state in states.items()}
+
+
+def in_precision(precision):
+    """With `precision="16-mixed"` Lightning would take bf16 on a CPU; its plugin, given as such, has its loss scale."""
+    return {"plugins": [MixedPrecision(precision, "cpu")]} if precision == "16-mixed" else {"precision": precision}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_checkpoint_of_stock_ddp_goes_on_to_its_bits_and_in_half_precision_from_its_masters(
+    two_ranks, tmp_path, precision
+):
+    path, settings = tmp_path / "ddp.ckpt", in_precision(precision)
+    adam = {"optimizer": "AdamW", "lr": 1e-2}
+    whole = fit(two_ranks, partial(Toy, **adam), strategy="ddp", callbacks=[Saves(path, epoch=0)], **settings)
+    again = {"module": partial(Toy, seed=5, **adam), "ckpt_path": path, "callbacks": [at(on_train_start=held_at_start)]}
+    for one, other in zip(whole, fit(two_ranks, **again, **settings), strict=True):
+        assert same(one.weights, other.weights)
+        assert len(other.losses) == 4, "the first epoch must not have run again"
+    saved = torch.load(path)
+    assert ("MixedPrecision" in saved) is (precision == "16-mixed"), "its loss scale"
+    for seen in fit(two_ranks, precision="16-true", **again):
+        ((masters, states),) = seen.looks["on_train_start"]
+        assert len(seen.losses) == 4
+        assert same(masters, dict(saved["state_dict"]))
+        assert same(states, as_floats(saved["optimizer_states"][0]["state"]))
+        assert not same(seen.weights, masters)
+
+
+def masters_of(one_rank, module):
+    scene = {"precision": "16-true", "max_steps": 1, "callbacks": [at(on_train_start=held_at_start)]}
+    return fit(one_rank, module, **scene)[0].looks["on_train_start"][0][0]
+
+
+@pytest.mark.parametrize("prefix", ["", "_forward_module.", "module."])
+def test_weights_from_deepspeeds_zero_to_fp32_are_the_masters(one_rank, prefix):
+    saved = torch.load(DEEPSPEED / "pytorch_model.bin")
+    assert not torch.equal(saved["net.5.weight"], saved["net.5.weight"].bfloat16().float()), "more digits than bf16"
+    module, state = Toy(), {f"{prefix}{name}": value for name, value in saved.items()}
+    consume_prefix_in_state_dict_if_present(state, prefix)  # of older versions, or of a wrapper
+    module.load_state_dict(state)
+    masters = masters_of(one_rank, module)
+    assert same(masters, {name: saved[name] for name in masters})
+
+
+def test_a_deepspeed_checkpoint_after_lightnings_converter_loads_with_its_hyper_parameters(one_rank):
+    module = Toy.load_from_checkpoint(DEEPSPEED / "lightning_model.pt")
+    assert module.lr == 0.5
+    masters, saved = masters_of(one_rank, module), torch.load(DEEPSPEED / "pytorch_model.bin")
+    assert same(masters, {name: saved[name] for name in masters})
+
+
+(APEX,) = (block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "apex" in block)
+exec(ast.unparse(ast.parse(APEX).body[0]), names := {"torch": torch})  # the page's function alone
+load_apex_state_ = names["load_apex_state_"]
+
+
+def groups_of(module):
+    """Two groups, in another order than that of the module's parameters."""
+    flat = [parameter for parameter in module.parameters() if parameter.ndim < 2]
+    return [{"params": flat, "weight_decay": 0.0}, {"params": [p for p in module.parameters() if p.ndim > 1]}]
+
+
+def saved_by_apex_o2(make_optimizer, groups=groups_of):
+    """A checkpoint as apex's README has it, and the masters, after two steps of amp's O2 on random gradients.
+
+    O2 casts all but BatchNorm to fp16, puts fp32 masters into `param_groups` in the place of fp16 parameters, steps on
+    them, copies them back; its state dict hook saves fp16 tensors as fp32 ones.
+    """
+    model, generator = Toy(), torch.Generator().manual_seed(1)
+    for child in model.net:
+        child.float() if isinstance(child, nn.BatchNorm1d) else child.half()
+    optimizer, of = make_optimizer(groups(model)), {}
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            if parameter.dtype is torch.float16:
+                of[parameter] = group["params"][i] = parameter.detach().clone().float().requires_grad_()
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    for _ in range(2):
+        for master in masters:
+            master.grad = torch.randn(master.shape, generator=generator) / 8
+        optimizer.step()
+    with torch.no_grad():
+        for parameter, master in of.items():
+            parameter.copy_(master)
+    return {
+        "model": {n: v.float() if v.dtype is torch.float16 else v for n, v in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 2}},
+        "masters": [master.detach() for master in masters],  # list(amp.master_params(optimizer))
+    }
+
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+lars = partial(LARS, lr=0.1, momentum_form="lr_outside", trust_clip=1.0)
+lamb, adamw = (partial(kind, lr=0.01) for kind in (LAMB, torch.optim.AdamW))
+
+
+class FromApex(Toy):
+    def __init__(self, saved, make_optimizer):
+        super().__init__(seed=5)
+        self.saved, self.make_optimizer = saved, make_optimizer
+        self.load_state_dict(saved["model"])
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(groups_of(self))
+        load_apex_state_(optimizer, self.saved["optimizer"], self.saved["masters"])
+        return optimizer
+
+
+def started_from_apex(one_rank, saved, ours):
+    callbacks = [at(on_train_start=held_at_start)]
+    (seen,) = fit(one_rank, FromApex(saved, ours), precision="16-true", callbacks=callbacks, max_epochs=1)
+    return seen.looks["on_train_start"][0], seen
+
+
+@pytest.mark.parametrize("ours", [sgd, lars])
+def test_apex_o2_goes_on_from_its_masters_and_its_momentum(one_rank, ours):
+    saved = saved_by_apex_o2(sgd)
+    names = [name for flat in (True, False) for name, p in Toy().named_parameters() if (p.ndim < 2) is flat]
+    expected = saved["model"] | dict(zip(names, saved["masters"], strict=True))
+    assert not same(expected, saved["model"]), "the model's own weights are rounded"
+    (masters, states), _ = started_from_apex(one_rank, saved, ours)
+    assert same(masters, {name: expected[name] for name in masters})
+    assert same(states, as_floats(saved["optimizer"]["state"]))
+
+
+@pytest.mark.parametrize("ours", [lamb, adamw])
+def test_fused_optimizers_of_apex_hand_over_their_moments_and_the_step_of_each_group(one_rank, ours):
+    """FusedLAMB and FusedAdam save `step` in the group, next to options that no optimizer here has."""
+    saved = saved_by_apex_o2(adamw)
+    for state in saved["optimizer"]["state"].values():
+        del state["step"]
+    fused = {"lr": 3.0, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "step": 2}
+    numbers = [group["params"] for group in saved["optimizer"]["param_groups"]]
+    saved["optimizer"]["param_groups"] = [{**fused, "max_grad_norm": 1.0, "params": params} for params in numbers]
+    (_, states), seen = started_from_apex(one_rank, saved, ours)
+    assert same(states, as_floats({i: {**state, "step": 2} for i, state in saved["optimizer"]["state"].items()}))
+    assert {float(state["step"]) for state in seen.states[0].values()} == {10.0}, "two of apex, eight of this run"
+
+
+def start_as_the_page_says(folder):
+    names = {"torch": torch, "Classifier": Toy, "DynamicLossScale": DynamicLossScale, "__name__": "readme"}
+    with chdir(folder):
+        exec(APEX, names)
+    scene = {"loss_scale": names["scale"], "callbacks": [at(on_train_start=held_at_start)]}
+    return fit(None, names["module"], precision="16-true", max_epochs=1, **scene)
+
+
+def test_the_pages_way_from_apex_is_right(one_rank, tmp_path):
+    saved = saved_by_apex_o2(sgd, groups=lambda module: module.parameters())
+    torch.save(saved, tmp_path / "apex.pt")
+    (seen,) = one_rank.run(start_as_the_page_says, str(tmp_path))
+    ((masters, states),) = seen.looks["on_train_start"]
+    expected = saved["model"] | dict(zip(dict(Toy().named_parameters()), saved["masters"], strict=True))
+    assert same(masters, {name: expected[name] for name in masters})
+    assert same(states, as_floats(saved["optimizer"]["state"]))
+    assert seen.loss_scale == 65536.0
+
+
+def test_keys_of_old_torch_are_mapped_by_order_and_other_groups_than_apexs_are_refused():
+    saved = saved_by_apex_o2(sgd)
+    keys = [7 * (20 - i) for i in range(20)]
+    state = {keys[i]: tensors for i, tensors in saved["optimizer"]["state"].items()}
+    groups = [{"params": [keys[i] for i in group["params"]]} for group in saved["optimizer"]["param_groups"]]
+    optimizer = sgd(groups_of(Toy()))
+    load_apex_state_(optimizer, {"state": state, "param_groups": groups}, saved["masters"])
+    assert same(as_floats(optimizer.state_dict()["state"]), as_floats(saved["optimizer"]["state"]))
+    with pytest.raises(ValueError, match="Build the optimizer from the same groups as under apex"):
+        load_apex_state_(sgd(Toy().parameters()), saved["optimizer"], saved["masters"])
