@@ -87,11 +87,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
         )
         return ImageTrainLoader(
-            self.train_rows,
-            order,
-            filler=self._filler(),
-            on_device=self.on_device,
-            trainer=trainer,
+            self.train_rows, order, filler=self._filler(), on_device=self.on_device, trainer=trainer
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
