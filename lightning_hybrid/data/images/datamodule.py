@@ -92,10 +92,9 @@ class ImageDataModule(pl.LightningDataModule, ABC):
 
     def val_dataloader(self) -> ImageEvalLoader:
         """Make the loader of this rank's share of the validation images, each of which comes once."""
-        trainer = self.trainer
         return ImageEvalLoader(
             self.eval_rows,
-            **share_of(trainer),
+            **share_of(self.trainer),
             batch_size_per_rank=self.eval_batch_size_per_rank,
             filler=self._filler(),
             on_device=self.on_device,
