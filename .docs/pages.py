@@ -68,7 +68,11 @@ def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
 def write(out: Path) -> None:
     """Write all pages below `out`, from what git tracks."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pages = {Path(name) for name in listed.split() if not name.startswith("tests/") and (ROOT / name).is_file()}
+    pages = {
+        Path(name)
+        for name in listed.split()
+        if not name.startswith(("tests/", ".github/I")) and (ROOT / name).is_file()
+    }
     for page in pages:
         place = out / place_of(page)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -81,4 +85,6 @@ if __name__ == "__main__":
     source, html = ROOT / ".docs" / "source", ROOT / ".docs" / "html"
     shutil.rmtree(source, ignore_errors=True)
     write(source)
-    sys.exit(main(["-q", "-W", "--keep-going", "-c", str(ROOT / ".docs"), *sys.argv[1:], str(source), str(html)]))
+    failed = main(["-q", "-W", "--keep-going", "-c", str(ROOT / ".docs"), *sys.argv[1:], str(source), str(html)])
+    shutil.copytree(source / "files", html / "files", dirs_exist_ok=True)  # pictures that are shown by HTML
+    sys.exit(failed)

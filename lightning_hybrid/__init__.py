@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MasterWeightPrecision,
     )
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+    from lightning_hybrid.strategy.extension import FitContext, FitExtension
     from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "Comm",
     "DurableCheckpointIO",
     "DynamicLossScale",
+    "FitContext",
+    "FitExtension",
     "HybridAllReduceStrategy",
     "HybridPipelineStrategy",
     "LocalSteps",
@@ -41,6 +44,7 @@ __version__ = "0.2.0"
 
 _PLACES = {
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
+    **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
     **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),
 }
 

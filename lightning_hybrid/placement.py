@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 BLOCK = 1 << 14
 """Elements. The C++ passes sum squares by blocks of this size, the Triton kernels by chunks that divide it."""
@@ -65,3 +73,66 @@ def is_split(numel: int, num_parts: int, block: int = BLOCK) -> bool:
     (True, True, False)
     """
     return num_parts > 1 and numel > block * (num_parts - 1)
+
+
+def flattened(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of `tensor` as one row, in the order in which `like` (of its shape) has them in memory.
+
+    A view where both have one order and no gaps, else a copy.
+
+    >>> import torch; like = torch.zeros(2, 3).T
+    >>> flattened(torch.arange(6).view(3, 2), like)
+    tensor([0, 2, 4, 1, 3, 5])
+    """
+    by_stride = sorted(range(like.dim()), key=like.stride, reverse=True)
+    return tensor.detach().permute(by_stride).reshape(-1)
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Return whether memory lies between the elements, or elements share some.
+
+    >>> import torch
+    >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])
+    (False, True)
+    """
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return not tensor.permute(by_stride).is_contiguous()
+
+
+def with_entries(
+    state: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Return a state dict of `optimizer` with `change(parameter, entry)` in place of each entry; without those of None.
+
+    The state dict may have been saved by another run: what has no parameter here is left as it is.
+    """
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    known = dict(zip(indices, parameters, strict=False))
+    changed = ((i, change(known[i], entry) if i in known else entry) for i, entry in state["state"].items())
+    return {**state, "state": {index: entry for index, entry in changed if entry is not None}}
+
+
+@contextmanager
+def ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Let DDP leave these parameters and buffers alone, besides those that it is to ignore already."""
+    key, is_own = "_ddp_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore" in vars(module)
+    before, added = getattr(module, key, ()), set(names)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *added])
+    try:
+        yield
+    finally:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in added.difference(before):
+                vars(tensor).pop("_ddp_ignored", None)
+        delattr(module, key)
+        if is_own:
+            setattr(module, key, before)
+
+
+def broadcast_first_(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Take the values of the first rank of `group`; None: the world. Collective: every rank must call it."""
+    group = group or dist.group.WORLD
+    if tensors and group is not None:
+        # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each. DDP's size.
+        dist._broadcast_coalesced(group, tensors, 25 * 2**20, 0)

@@ -25,15 +25,13 @@ from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
+from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged, with_masters
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
-from lightning_hybrid.strategy.half_precision import with_masters
-from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
@@ -173,6 +171,7 @@ class FabricHybridAllReduce(_Base):
             half.connect_averaging(partial(_averages, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+        refuse_slices(module)
         self._comm.find_plan(module)
         wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.

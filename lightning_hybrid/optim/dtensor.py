@@ -161,6 +161,9 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         view.state_lists = lambda params, *keys: _state_lists(optimizer, view, params, *keys)
     _refresh(optimizer, view)
     sharded = {local: param for local, param in view.wholes.items() if local is not param}
+    # Nor does a shard see what a user wrote to its DTensor: a fused step would take the norm of before.
+    seen = view.__dict__.setdefault("versions", {})
+    torch.autograd.graph.increment_version([one for one, param in sharded.items() if seen.get(one) != param._version])
     versions = [local._version for local in sharded]
     try:
         for local, param in sharded.items():
@@ -176,6 +179,7 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
     # A DTensor does not see what is written to its shard: without this, backward would use a changed weight.
     written = [param for (local, param), old in zip(sharded.items(), versions, strict=True) if local._version != old]
     torch.autograd.graph.increment_version(written)
+    view.versions = {local: param._version for local, param in sharded.items()}
 
 
 def _refresh(optimizer: Any, view: Any) -> None:

@@ -13,7 +13,7 @@
     loss_check.py     the loss of the first micro-batch in stages and with the whole network, which must agree
     training.py       one step, over all micro-batches
     evaluation.py     forward through all stages
-    norm_clipping.py  clipping by the norm over all stages
+    user_clipping.py  clipping by the module's own hook
     whole_state.py    one checkpoint, one module, of all stages
     stage_watchdog.py the rank, stage and micro-batch at which a run came to a halt
     strategy.py       the wiring into Lightning

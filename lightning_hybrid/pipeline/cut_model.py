@@ -16,6 +16,7 @@ from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.pipeline.options import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
+from lightning_hybrid.placement import ignored_by_ddp
 
 
 class CutModel:
@@ -105,14 +106,8 @@ class CutModel:
         """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
         module, own = self._module, set(map(id, _tensors(self.blocks)))
         names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
-        before = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
-        module._ddp_params_and_buffers_to_ignore = [*(before or ()), *names]
-        try:
+        with ignored_by_ddp(module, names):
             yield
-        finally:
-            del module._ddp_params_and_buffers_to_ignore
-            if before is not None:
-                module._ddp_params_and_buffers_to_ignore = before
 
 
 _NOTES = {

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
-from lightning_hybrid.pipeline.norm_clipping import clip_as_user, clip_by_norm_over_stages
 from lightning_hybrid.pipeline.options import (
     Schedule,
     blocks_of,
@@ -33,6 +33,7 @@ from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, Stages, TrainingStep
+from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.failures import refuse_after_failure
@@ -290,7 +291,7 @@ class HybridPipeline(DataRanksMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of this rank's parameters."""
         states = [
-            without_others(state, [p for group in optimizer.param_groups for p in group["params"]])
+            without_others(state, optimizer)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
+from lightning_hybrid.placement import with_entries
 
 _NOT_WHOLE = (
     "`state_dict()`, or `torch.save` of a module, has this rank's stages alone while a pipeline runs. Call "
@@ -83,10 +85,9 @@ def gather_checkpoint(
         state["state"] = dict(sorted(_own_state(state).items()))
 
 
-def without_others(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+def without_others(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for the parameters that are here."""
-    own = {number: value for number, value in state["state"].items() if not parameters[number].is_meta}
-    return {**state, "state": own}
+    return with_entries(state, optimizer, lambda parameter, entry: None if parameter.is_meta else entry)
 
 
 class StateDictGuard:

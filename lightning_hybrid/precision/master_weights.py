@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
@@ -24,6 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.optimizer_protocol import optimizers_within
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
@@ -33,8 +33,6 @@ from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, 
 _BLOCK = 1 << 20
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-_BROADCAST_BYTES = 25 * 2**20
 
 # Elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB.
 _SUMMED_NUMEL = 1 << 26
@@ -281,10 +279,7 @@ class MasterWeights:
         # with other weights, as without a common seed, the masters' lower digits would differ, and the ranks part.
         pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
         masters = [pair.master.detach() for pair in pairs if pair is not None]
-        if masters:
-            assert dist.group.WORLD is not None
-            # Flattened: NCCL refuses tensors that are not contiguous, and one call is not one for each.
-            dist._broadcast_coalesced(dist.group.WORLD, masters, _BROADCAST_BYTES, 0)
+        broadcast_first_(masters)
 
     @torch.no_grad()
     def restore(self) -> None:

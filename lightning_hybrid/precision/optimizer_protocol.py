@@ -144,7 +144,7 @@ class DirectSteps:
 
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
-    """Set attributes of the optimizer for the time of one step, as `torch.amp.GradScaler` does."""
+    """Lend the optimizer attributes for the time of a step or a fit, as `torch.amp.GradScaler` does."""
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:

@@ -6,17 +6,22 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.bucket_layout import ddp_limits
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.lightning_names import is_overridden, misconfiguration
+from lightning_hybrid.comm.plan import MAX_BYTES
+from lightning_hybrid.lightning_names import is_overridden, lightning_types, misconfiguration
+from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
 from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
@@ -24,6 +29,8 @@ from lightning_hybrid.strategy.registration import STRATEGY_NAME
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import Precision
+
+Masters = TypeVar("Masters", bound=MasterWeightMixin)
 
 
 def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -153,14 +160,14 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
-def refuse_slices(module: nn.Module, cut: Collection[str]) -> None:
-    """Check that no layers but those that the strategy has `cut` are slices: they would be taken for whole ones.
+def refuse_slices(module: nn.Module) -> None:
+    """Check that no layers are slices before the strategy cuts some: they would be taken for whole ones.
 
     Raises:
         ValueError: names the layer.
     """
     for name, layer in module.named_modules():
-        if hasattr(layer, "slice_group") and name not in cut:
+        if hasattr(layer, "slice_group"):
             raise ValueError(
                 f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
                 "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "
@@ -217,3 +224,47 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
             f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
             "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
         )
+
+
+def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
+    """Return the plan that carries Adasum: node leaders combine uncut buckets; None, with a warning, on one node.
+
+    Raises:
+        ValueError: the nodes do not fit.
+
+    >>> topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=2)
+    >>> found = adasum_plan(CommPlan(), topology)
+    >>> found.bucket(index=0, numel=2**25, dtype="float16", num_bytes=2**26, topology=topology).describe()
+    'bucket 0: 33554432 x float16 = 64 MiB, hierarchical'
+    """
+    refuse_odd_nodes(topology)
+    if topology.num_nodes == 1:
+        rank_zero_warn(
+            "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
+            "mean of all ranks here. Leave `strategy.between_nodes` out, or say by `strategy.ranks_per_node` what a "
+            "node is."
+        )
+        return None
+    # Inner products are of whole parameters: no chunk may cut one.
+    return dataclasses.replace(plan, algorithm="hierarchical", chunk_bytes=MAX_BYTES)
+
+
+def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
+    """Warn of optimizers that divide by the size of a gradient: of Adasum they keep the direction alone."""
+    for optimizer in optimizers:
+        # Groups may say `trust_ratio` to an optimizer that has none: those of `optim.param_groups` do.
+        if "trust_ratio" in optimizer.defaults and any(group["trust_ratio"] for group in optimizer.param_groups):
+            name = type(optimizer).__name__
+            rank_zero_warn(
+                f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
+                "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
+                f"only the direction is left. Use strategy/between_nodes=mean with {name}, or SGD or Adam with Adasum."
+            )
+
+
+def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | LossScale | None) -> Any:
+    """Return a plugin of this `kind` in the place of Lightning's plain half precision, and any other as it is."""
+    plain = ("pytorch.plugins.precision.HalfPrecision", "fabric.plugins.precision.HalfPrecision")
+    if not any(isinstance(plugin, lightning_types(name)) for name in plain):
+        return plugin
+    return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,16 +21,17 @@ from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.arguments import (
+    adasum_plan,
     ask_planner,
     bucket_caps_for_ddp,
-    refuse_slices,
     refuse_unknown_options,
+    warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
-from lightning_hybrid.strategy.node_groups import end_group, new_node_group
 from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
@@ -40,7 +41,6 @@ from lightning_hybrid.strategy.options import (
     Report,
     require_value,
 )
-from lightning_hybrid.strategy.reduction import adasum_plan, warn_of_trust_ratios
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +52,7 @@ class CommSetup:
     """What a strategy has of communication: options, and in a fit topology, plan and the engines that carry it out.
 
     `plan`: of this fit, made from the options' for its topology and module. `communication_plan`: ranks, nodes, buckets
-    and algorithms in one line, once known. `shares_update`: whether ranks of a node have parts of masters. `engine`,
+    and algorithms in one line, once known. `engine_options`: what extensions ask of the engine besides. `engine`,
     `hook_state`: of the fit, from when its module is in DDP until `close`. `asked`: what was asked for, by the
     names of `compatibility.CURES`. `kind`: of strategy, where it excludes options.
     """
@@ -65,7 +65,7 @@ class CommSetup:
         self._kind = kind
         self.communication_plan: str | None = None
         self.bucket_hook: Callable[..., Any] = average_bucket
-        self.shares_update = False
+        self.engine_options: dict[str, Any] = {}
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
         self._tuning: FitTuning | None = None
@@ -154,12 +154,11 @@ class CommSetup:
 
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
-        self.device, self._timeout, self.plan, self.shares_update = device, timeout, self._plan, False
+        self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
         self.topology = self.topology_of(rank, world_size)
 
-    def find_plan(self, module: nn.Module, *, cut: Collection[str] = ()) -> None:
-        """Make the plan for the topology and this module, whose layers of the names `cut` are slices."""
-        refuse_slices(module, cut)
+    def find_plan(self, module: nn.Module) -> None:
+        """Make the plan for the topology and this module."""
         on_cuda = self.device.type == "cuda"
         if self._reduction == "adasum" and (plan := adasum_plan(self.plan, self.topology)) is not None:
             self.plan, self.bucket_hook = plan, adasum_bucket
@@ -174,6 +173,11 @@ class CommSetup:
             )
         if isinstance(codec := self._dtype_across_nodes, Codec):
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
+
+    def take_engine_options(self, options: Mapping[str, Any]) -> None:
+        """Take another plan, and arguments of the engine."""
+        self.engine_options = dict(options)
+        self.plan = self.engine_options.pop("plan", self.plan)
 
     def wrap(self, module: nn.Module, *, device_ids: list[int] | None, **ddp_kwargs: Any) -> DistributedDataParallel:
         """Wrap a module in DDP, with the buckets of the plan."""
@@ -194,10 +198,9 @@ class CommSetup:
             device=self.device,
             trace=CommTrace(keep_events=keep_events),
             dtype_across_nodes=self._dtype_across_nodes,
-            shares_update=self.shares_update,
-            compared=None if self._local_steps is None else {"between_nodes": self._local_steps},
             replicas=replicas,
             group=group,
+            **self.engine_options,
         )
         self.note_plan(self.plan)
         rank_zero_info(self.communication_plan)
@@ -269,7 +272,8 @@ class CommSetup:
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        if on_cuda and (self.shares_update or plan.algorithms(self.topology, on_cuda=True) != ("flat",)):
+        shares_update = self.engine_options.get("shares_update", False)
+        if on_cuda and (shares_update or plan.algorithms(self.topology, on_cuda=True) != ("flat",)):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,23 +24,21 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
     refuse_nothing_to_train,
+    refuse_slices,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     user_moves_batches,
+    with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
+from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
-from lightning_hybrid.strategy.feedback_state import FeedbackMixin
-from lightning_hybrid.strategy.half_precision import load_on_masters, with_masters
-from lightning_hybrid.strategy.launcher import refuse_notebook, start_method_from
-from lightning_hybrid.strategy.local_steps.extension import LocalSGDMixin
-from lightning_hybrid.strategy.node_slices.extension import SlicesMixin
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
-from lightning_hybrid.strategy.shard_update.extension import SharedUpdateMixin
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -50,7 +49,7 @@ else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
 
-class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMixin, _Base):
+class HybridAllReduce(_Base):
     """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
@@ -96,7 +95,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
-        extensions: Sequence[Callable[..., Any]] | None = None,
+        extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -137,10 +136,8 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
             extensions=extensions,
         )
         self.link_bytes_per_s, self._trace_dir = self._comm.link_bytes_per_s, self._comm.trace_dir
-        self._shard_update, self._loss_scale, self._tune = self._comm.shard_update, loss_scale, self._comm.tune
-        # Read by the mixins of features.
-        self._local_steps, self._plan, self._asked = self._comm._local_steps, self._comm._plan, self._comm.asked
-        self._comm_dtype, self._dtype_across_nodes = self._comm._comm_dtype, self._comm._dtype_across_nodes
+        self._loss_scale, self._tune = loss_scale, self._comm.tune
+        self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
         super().__init__(
@@ -155,20 +152,11 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
             **for_ddp,
         )
 
-    # Read by the mixins of features, until they are extensions.
-    _ending_error = property(lambda self: self._failures.ending_error)
-    _refuse_to_save_alone = property(lambda self: self._failures.refuse_to_save_alone)
-    _discover_topology = property(lambda self: lambda: self._comm.topology)
-    _hook_state = property(lambda self: self._comm.hook_state)
-
     # ---- what others know ------------------------------------------------------------------------------------------
 
     @property
     def run_status(self) -> RunStatus:
         """What callbacks may know of the run."""
-        more: dict[str, Any] = {} if self._shared is None else dict(self._shared.placement)
-        if self._slices is not None:
-            more["own_state"] = self._slices.own_state
         return RunStatus(
             optimizer_steps=() if self._half is None else self._half.optimizer_steps,
             masters=self._masters,
@@ -176,10 +164,8 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self.link_bytes_per_s,
-            node_group=self._equal_ranks,
-            verdict_group=None if self._nodes is None else self._nodes.group,
             is_ending=self._failures.is_failing(),
-            **more,
+            **({} if self._extensions is None else self._extensions.status()),
         )
 
     @property
@@ -188,7 +174,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         return None if self._comm.engine is None else self._comm.engine.trace
 
     @property
-    def _engine(self) -> CommEngine | None:  # type: ignore[override]
+    def _engine(self) -> CommEngine | None:
         return self._comm.engine
 
     @property
@@ -257,14 +243,14 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
+            refuse_slices(self.lightning_module)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._topology = self._comm.topology
+            self._extensions = made_for(self)
         super().setup(trainer)
         if self._failures.engine is not None:
+            if self._extensions is not None:
+                self._extensions.begin(self._comm, self.model)
             self._comm.share_work(self.optimizers)
-            self._connect_slices()
-            if self._comm.shares_update:
-                self._begin_sharing(self._masters)
             self._comm.warn_of_reduction(self.optimizers)
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
 
@@ -276,6 +262,8 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
         with self._hidden():
             super().model_to_device()
+        if self._extensions is not None:
+            self._extensions.before_optimizers()
         if self._half is not None:
             assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
@@ -288,10 +276,9 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        self._comm.find_plan(self.model, cut=() if self._slices is None else self._slices.names)
-        self._plan = self._comm.plan
-        self._comm.shares_update = self._check_sharing()
-        self._comm.plan = self._plan
+        self._comm.find_plan(self.model)
+        if self._extensions is not None:
+            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -327,6 +314,7 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
 
+        assert self.lightning_module is not None
         dataloader = super().process_dataloader(dataloader)
         if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
             dataloader.bind_trainer(self.lightning_module.trainer)
@@ -348,6 +336,8 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._extensions is not None:
+            self._extensions.call("before_batch", batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
         assert self.lightning_module is not None
@@ -358,7 +348,10 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         if self.world_size > 1 and self._averaged_parameters is not None:
             assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        outputs = super().optimizer_step(optimizer, closure, model, **kwargs)
+        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self._extensions is not None:
+            run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
+        outputs = run()
         self._comm.after_optimizer_step()
         return outputs
 
@@ -366,6 +359,12 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
         outputs = super().predict_step(*args, **kwargs)
         return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
+
+    def on_validation_end(self) -> None:
+        """End validation as DDP: this comes after hooks of callbacks and module."""
+        if self._extensions is not None:
+            self._extensions.call("after_validation")
+        super().on_validation_end()
 
     def on_train_end(self) -> None:
         """Make the last schedules' steps; endless overflow that no logged step has seen is an error now."""
@@ -384,39 +383,52 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, unless a failure has left weights behind that no step has made."""
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state. Collective where an extension makes it so."""
+        with nullcontext() if self._extensions is None else self._extensions.reading_module():
+            return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
         refuse_after_failure(self._comm.engine)
-        super().save_checkpoint(*args, **kwargs)
+        if self._extensions is not None:
+            self._extensions.save(checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, once schedules that wait for a step's outcome have set the learning rate."""
         if self._half is not None:
             self._half.run_deferred_schedules()
-        return super().optimizer_state(optimizer)
+        state = super().optimizer_state(optimizer)
+        return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
-        self._load_residuals(checkpoint)
-        masters, checkpoint = self._masters, self._with_own_slices(checkpoint)
-        if masters is None or self._shared is not None:
-            super().load_optimizer_state_dict(checkpoint)
-        else:
-            load_on_masters(self.optimizers, checkpoint["optimizer_states"], self.root_device, masters.swapped_in)
+        if self._extensions is not None:
+            self._extensions.call("load", checkpoint)
+        masters, to_device = self._masters, lightning_function("fabric.utilities.optimizer._optimizer_to_device")
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            part = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
+            with part as own, nullcontext() if masters is None else masters.swapped_in(optimizer):
+                optimizer.load_state_dict(dict(own))
+                to_device(optimizer, self.root_device)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
+        if self._extensions is not None:
+            self._extensions.failed(exception)
         self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
         super().on_exception(exception)
         name, precision = type(self).__name__, self.precision_plugin.precision
         self._failures.close_report(exception, strategy=name, module=self.lightning_module, precision=precision)
 
     def teardown(self) -> None:
-        """End what a fit has begun, the last first: engine, masters, what the module lacks, then DDP's own."""
+        """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""
         try:
-            self._end_sharing(self._failures.ended_by)
+            if self._extensions is not None:
+                self._extensions.end(self._failures.ended_by)
         finally:
             self._failures.engine = None
             try:
@@ -434,6 +446,8 @@ class HybridAllReduce(FeedbackMixin, LocalSGDMixin, SlicesMixin, SharedUpdateMix
     def _put_back(self) -> None:
         """Give the module back what a fit has taken from it."""
         self._averaged_parameters = None
+        if self._extensions is not None:
+            self._extensions.put_back(self._failures.ended_by)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

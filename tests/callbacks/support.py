@@ -6,7 +6,6 @@ import dataclasses
 import time
 
 import torch
-from lightning.pytorch.loggers import Logger
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import TrainingMetrics, time_to_accuracy, training_metrics
@@ -14,25 +13,7 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import callback
 from lightning_hybrid.comm import BucketSummary, CommSummary, Traffic
 from tests import toy
-
-
-class Keeps(Logger):
-    """A logger that saves what it is given."""
-
-    name = version = "keeps"
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step + 1, metrics))
-
-    def column(self, name):
-        return {step: row[name] for step, row in self.rows if name in row}
+from tests.scenes import Columns, Keeps, made
 
 
 class Module(toy.Toy):
@@ -58,11 +39,11 @@ class Module(toy.Toy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train=None, metrics=None, **settings):
+def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=Module, train=None, metrics=None, **settings):
     """Two epochs; with two ranks each has four steps of 2 * 8 images. `metrics`: more arguments of the callback."""
-    logger, module = Keeps(), Module(lr=0.1) if module is None else module
+    logger, module = Keeps(), made(module)
     settings = {"log_every_n_steps": 2, "precision": "16-true", "logger": logger} | settings
-    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *more], **settings)
+    trainer = toy.trainer(callbacks=[TrainingMetrics(skip_steps, **(metrics or {})), *map(made, more)], **settings)
     train = toy.loader() if train is None else train
     clocked = (training_metrics, callback, time_to_accuracy)
     for each in clocked:
@@ -73,6 +54,28 @@ def fit(validate=True, skip_steps=4, more=(), ckpt_path=None, module=None, train
         for each in clocked:
             each.perf_counter = time.perf_counter
     return logger, module, trainer
+
+
+def seen(ranks, **scene):
+    """Of each rank: `column` of what was logged, losses, and steps made."""
+    return ranks.run(rows_of, scene)
+
+
+def rows_of(scene):
+    logger, module, trainer = fit(**scene)
+    return Rows(logger.rows, module.losses, trainer.global_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Columns):
+    """What a logger was given, and what else was seen."""
+
+    rows: list
+    losses: list
+    global_step: int
+
+    def names(self):
+        return {name for _, row in self.rows for name in row}
 
 
 def bucket(index, num_times, in_flight_s, exposed_s):

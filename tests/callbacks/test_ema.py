@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -10,7 +11,8 @@ import torch
 
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from tests import toy
-from tests.callbacks.support import Module, fit
+from tests.callbacks.support import Module, fit, seen
+from tests.scenes import Saves
 
 DECAY = 0.75  # exact in binary, and far from 0 and 1
 NUM_PARAMETERS = len(list(toy.Toy().parameters()))
@@ -53,32 +55,20 @@ def test_the_average_is_that_of_the_masters_to_the_bit(two_ranks, precision):
     """In validation DDP lets every rank see the statistics of rank zero: there only are they a rank's own."""
     for rank, (average, validated, left) in enumerate(two_ranks.run(averaged, precision)):
         assert any(not torch.equal(tensor, tensor.half().float()) for tensor in average if tensor.is_floating_point())
-        for index, (tensor, seen, end) in enumerate(zip(average, validated[-1], left, strict=True)):
+        for index, (tensor, validation, end) in enumerate(zip(average, validated[-1], left, strict=True)):
             assert torch.equal(end, tensor)  # fp32, also where the model was fp16
-            assert torch.equal(seen, tensor.to(seen.dtype)) or (rank > 0 and index >= NUM_PARAMETERS)
-
-
-def plain(precision):
-    return averaged(precision, ema=Lightnings)
-
-
-class Lightnings(pl.callbacks.EMAWeightAveraging):
-    """What ours is measured against."""
+            assert torch.equal(validation, tensor.to(validation.dtype)) or (rank > 0 and index >= NUM_PARAMETERS)
 
 
 def test_lightnings_own_average_would_be_rounded(two_ranks):
     """Why ours exists. If this fails, Lightning has learnt it and ours can go."""
-    average, _, left = two_ranks.run(plain, "16-true")[0]
+    average, _, left = two_ranks.run(averaged, "16-true", pl.callbacks.EMAWeightAveraging)[0]
     assert any(not torch.equal(tensor, end) for tensor, end in zip(average, left, strict=True))
 
 
 def test_training_is_not_moved_by_it(two_ranks):
-    with_average, without = two_ranks.run(losses, True)[0], two_ranks.run(losses, False)[0]
-    assert with_average == without
-
-
-def losses(has_average):
-    return fit(more=[MasterWeightAveraging(decay=DECAY)] if has_average else [])[1].losses
+    with_average, without = seen(two_ranks, more=[partial(MasterWeightAveraging, decay=DECAY)])[0], seen(two_ranks)[0]
+    assert with_average.losses == without.losses
 
 
 def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
@@ -89,17 +79,12 @@ def test_a_resumed_run_averages_on_to_the_bit(two_ranks, tmp_path):
 
 
 def whole_and_resumed(run_dir):
-    class Saves(pl.Callback):
-        def on_train_epoch_end(self, trainer, module):
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
     def run(*more, ckpt_path=None):
         return fit(more=[MasterWeightAveraging(decay=DECAY), *more], ckpt_path=ckpt_path)[1]
 
     path, by_hand = f"{run_dir}/some.ckpt", ByHand()
     fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], max_epochs=1)
-    whole, resumed = run(Saves()), run(ckpt_path=path)
+    whole, resumed = run(Saves(path, epoch=0)), run(ckpt_path=path)
     checkpoint = torch.load(path, weights_only=True)["state_dict"]
     module = Module()
     saved = [checkpoint[name] for name, _ in (*module.named_parameters(), *module.named_buffers())]

@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-import warnings
+import re
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks import numerics as numbers_module
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from tests import toy
+from tests import scenes, toy
 from tests.precision.test_optimizer_protocol import HostReads
+from tests.scenes import Spoiled
 
 HOST = numbers_module.host_identity()[0]
 
 
-class Spoiled(toy.Toy):
-    """Its loss is nan on one rank from a step on, for so many batches."""
-
-    def __init__(self, rank=0, step=2, num_batches=1000, factor=float("nan")):
-        super().__init__()
-        self.rank, self.step, self.left, self.factor = rank, step, num_batches, factor
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        is_here = not dist.is_initialized() or dist.get_rank() == self.rank
-        if is_here and self.trainer.global_step >= self.step and self.left > 0:
-            self.left -= 1
-            loss = loss * self.factor
-        return loss
+NAN = {"factor": float("nan")}
+ENDLESS = partial(Spoiled, steps=range(2, 1000), rank=1, **NAN)
 
 
-def fit(module, folder=None, *, precision="16-true", num_epochs=20, every=10, patience=3, loader=None, **settings):
-    """The error, with its notes, and the warnings."""
-    check = NumericsMonitor(folder, patience=patience)
-    trainer = toy.trainer(
-        max_epochs=num_epochs, precision=precision, log_every_n_steps=every, callbacks=[check], **settings
-    )
-    error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            trainer.fit(module, toy.loader() if loader is None else loader)
-        except Exception as raised:
-            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
-    warned = [each for each in caught if "numerics" in each.filename or "was inf" in str(each.message)]
-    return error, [str(each.message) for each in warned]
+def fit(module, ranks=None, folder=None, *, patience=3, precision="16-true", max_epochs=20, every=10, **scene):
+    """The error, with its notes, and the warnings; of each rank, or of this process."""
+    scene = {"log_every_n_steps": every, "max_epochs": max_epochs, "precision": precision, **scene}
+    scene |= {"callbacks": [NumericsMonitor(folder, patience=patience)], "raises": True, "warns": True}
+    found = scenes.fit(ranks, module, **scene)
+    found = [(one.error, [text for text in one.warnings if OWN.search(text)]) for one in as_list(found)]
+    return found[0] if ranks is None else found
 
 
-def endless_overflow(folder):
-    return fit(Spoiled(rank=1), folder)
+OWN = re.compile("was inf|zero, at|do not learn|at its floor")
+
+
+def as_list(found):
+    return found if isinstance(found, list) else [found]
 
 
 def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_ranks, tmp_path):
-    for rank, (error, _) in enumerate(two_ranks.run(endless_overflow, str(tmp_path))):
+    for rank, (error, _) in enumerate(fit(ENDLESS, two_ranks, str(tmp_path))):
         assert error.startswith("EndlessOverflowError: Gradients were inf or nan for 40 steps in a row, up to global")
         assert f" The loss was inf or nan on 1 of 2 ranks: rank 1 (host {HOST}) in batch " in error
         assert "The outputs of all 9 layers were finite: it is in the loss, or in backward." in error
@@ -81,7 +64,7 @@ def test_overflow_without_end_names_rank_host_batch_and_scale_on_every_rank(two_
 
 
 def test_a_state_that_cannot_be_saved_does_not_hide_what_went_wrong():
-    error, _ = fit(Spoiled(rank=0), "/proc/none")
+    error, _ = fit(partial(Spoiled, steps=range(2, 1000), rank=0, **NAN), folder="/proc/none")
     assert error.startswith("EndlessOverflowError: Gradients were inf or nan for 40 steps in a row")
     assert "The state was not saved for a look: [Errno 2] No such file or directory: '/proc/none" in error
 
@@ -100,28 +83,20 @@ def test_the_first_layer_that_puts_out_inf_is_named():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_where_no_step_is_skipped_the_first_rank_and_step_are_told(two_ranks, precision):
-    for error, _ in two_ranks.run(not_finite, precision):
+    for error, _ in fit(partial(Spoiled, steps=[3], **NAN), two_ranks, precision=precision):
         assert error.startswith("NonFiniteLossError: The loss is not finite since step 4, on rank 1 first, and precis")
         assert f"rank 1 (host {HOST}) in batch " in error
         assert "resume from a checkpoint written before step 4." in error
 
 
-def not_finite(precision):
-    return fit(Spoiled(rank=1, step=3, num_batches=1), precision=precision)
-
-
 def test_a_single_bad_batch_is_a_warning_on_its_rank_and_the_run_goes_on(two_ranks):
-    zero, one = two_ranks.run(single_bad_batch)
+    zero, one = fit(partial(Spoiled, steps=[5], **NAN), two_ranks, max_epochs=3)
     assert zero == ("", [])
     error, (warning,) = one
     assert error == ""
     assert warning.startswith(
         f"The loss of 1 batches on rank 1 (host {HOST}) was inf or nan, the last: batch 1 (step 6"
     )
-
-
-def single_bad_batch():
-    return fit(Spoiled(rank=1, step=5, num_batches=1), num_epochs=3)
 
 
 class Dead(toy.Toy):
@@ -134,7 +109,7 @@ class Dead(toy.Toy):
 
 
 def test_a_layer_that_died_is_a_warning_after_three_logged_steps_and_once():
-    error, (warning,) = fit(Dead(), num_epochs=4, every=5)
+    error, (warning,) = fit(Dead(), max_epochs=4, every=5)
     assert error == ""
     assert (
         "The gradient of `net.1.weight`, `net.1.bias`, `net.2.weight`, `net.2.bias`, `net.5.weight`, ... (9 of 10)"
@@ -149,7 +124,7 @@ class Detached(toy.Toy):
 
 
 def test_gradients_that_are_all_zero_are_told_apart():
-    error, (warning,) = fit(Detached(), num_epochs=3, patience=2)
+    error, (warning,) = fit(Detached(), max_epochs=3, patience=2)
     assert error == ""
     assert warning.startswith("All gradients are zero, at 2 logged steps in a row up to step 20: nothing is learned")
 
@@ -162,14 +137,14 @@ class Pauses(toy.Toy):
 
 
 def test_gradients_that_are_zero_now_and_then_are_nothing_to_speak_of():
-    assert fit(Pauses(), num_epochs=2, every=2, patience=2) == ("", [])
+    assert fit(Pauses(), max_epochs=2, every=2, patience=2) == ("", [])
 
 
 def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
     monkeypatch.setattr(numbers_module, "STEPS_AT_FLOOR", 10)
     scale = DynamicLossScale(init_scale=4.0, min_scale=2.0, growth_interval=1000)
-    module = Spoiled(step=2, num_batches=1, factor=float("inf"))
-    _, warned = fit(module, num_epochs=4, every=5, strategy=HybridAllReduceStrategy(loss_scale=scale))
+    module = Spoiled(steps=[2], rank=0)
+    _, warned = fit(module, max_epochs=4, every=5, loss_scale=scale)
     (warning,) = (each for each in warned if "floor" in each)
     assert warning.startswith("`loss_scale` (=2) has been at its floor for 10 steps")
 
@@ -181,44 +156,37 @@ def with_bad_images():
 
 
 def test_images_that_are_not_finite_are_named_with_their_batch():
-    error, _ = fit(toy.Toy(), loader=with_bad_images(), num_epochs=60)
+    error, _ = fit(toy.Toy(), train=with_bad_images, max_epochs=60)
     assert error.startswith("EndlessOverflowError: ")
     assert "[0] float32 [8, 12]: 1 of 96 values not finite, in samples 5; [1] int64 [8]: from 0 to " in error
 
 
 def test_a_label_that_no_class_has_is_described_and_the_batch_saved(tmp_path):
     loader = DataLoader([(toy.Blobs(4).images, torch.tensor([0, 1, 99, 2]))], batch_size=None)
-    error, _ = fit(toy.Toy(), str(tmp_path), loader=loader)
+    error, _ = fit(toy.Toy(), folder=str(tmp_path), train=loader)
     assert error.startswith("IndexError: Target 99 is out of bounds.")
     assert "[1] int64 [4]: from 0 to 99." in error
     (path,) = Path(tmp_path, "numbers").iterdir()
     assert torch.load(path, weights_only=True)["batch"][1].tolist() == [0, 1, 99, 2]
 
 
-def test_errors_of_communication_are_left_alone(tmp_path):
-    class Fails(toy.Toy):
-        def training_step(self, batch, batch_idx):
-            raise RuntimeError("comm: rank 1 does not answer")
+class Fails(toy.Toy):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("comm: rank 1 does not answer")
 
-    error, _ = fit(Fails(), str(tmp_path))
+
+def test_errors_of_communication_are_left_alone(tmp_path):
+    error, _ = fit(Fails, folder=str(tmp_path))
     assert error.splitlines()[0] == "RuntimeError: comm: rank 1 does not answer", "what follows says where, not what"
     assert not list(tmp_path.iterdir())
 
 
-def with_and_without():
-    weights = []
-    for callbacks in ([NumericsMonitor()], []):
-        module = toy.Toy()
-        toy.trainer(max_epochs=1, precision="16-true", callbacks=callbacks, log_every_n_steps=2).fit(
-            module, toy.loader()
-        )
-        weights.append(toy.weights(module))
-    return weights
-
-
 def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_monitor(two_ranks):
-    for watched, unwatched in two_ranks.run(with_and_without):
-        assert toy.same_bits(watched, unwatched)
+    ends = [
+        scenes.fit(two_ranks, max_epochs=1, precision="16-true", callbacks=callbacks, log_every_n_steps=2)
+        for callbacks in ([NumericsMonitor()], [])
+    ]
+    assert all(scenes.same(one.weights, other.weights) for one, other in zip(*ends, strict=True))
 
 
 class CountsReads(pl.Callback):

@@ -50,12 +50,9 @@ def run(callbacks, precision="32-true", accumulate=1, epochs=2, ckpt_path=None, 
     module = Digits(dropout)
     torch.manual_seed(1)
     data = DigitsDataModule(global_batch_size=64, seed=3)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy="hybrid_allreduce", precision=precision,
-        max_epochs=epochs, accumulate_grad_batches=accumulate, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=1, limit_train_batches=4,
-    )  # fmt: skip
+    settings = {"use_distributed_sampler": False, "num_sanity_val_steps": 1, "limit_train_batches": 4}
+    settings |= {"precision": precision, "max_epochs": epochs, "accumulate_grad_batches": accumulate}
+    trainer = toy.trainer(callbacks=callbacks, **settings)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer, module, data
 
@@ -133,11 +130,7 @@ def untrained(accumulate):
     callback = RecalibrateBatchNorm(256)
     module = Digits()
     data = DigitsDataModule(global_batch_size=64, seed=3)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy="hybrid_allreduce", logger=False, callbacks=callback,
-        accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = toy.trainer(callbacks=callback, accumulate_grad_batches=accumulate, use_distributed_sampler=False)
     trainer.test(module, data, verbose=False)
     return module.seen[0]
 
@@ -293,11 +286,8 @@ class WithoutForward(Digits):
 
 
 def without_forward(callback):
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy="hybrid_allreduce", logger=False, callbacks=callback,
-        max_epochs=1, limit_train_batches=1, enable_checkpointing=False, enable_progress_bar=False,
-        use_distributed_sampler=False, num_sanity_val_steps=0, enable_model_summary=False,
-    )  # fmt: skip
+    settings = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = toy.trainer(callbacks=callback, **settings)
     trainer.fit(WithoutForward(), DigitsDataModule(global_batch_size=64, seed=3))
 
 
@@ -316,11 +306,7 @@ def run_net(module, batch):
 def without_data():
     module = Digits()
     module.test_dataloader = lambda: DataLoader(toy.Blobs(8))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy="hybrid_allreduce", logger=False, callbacks=RecalibrateBatchNorm(),
-        enable_progress_bar=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.test(module, DataLoader(toy.Blobs(8)), verbose=False)
+    toy.trainer(callbacks=RecalibrateBatchNorm()).test(module, DataLoader(toy.Blobs(8)), verbose=False)
 
 
 def test_without_training_data_it_says_so(one_rank):

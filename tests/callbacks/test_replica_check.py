@@ -11,6 +11,7 @@ from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.callbacks.replica_check import first_difference
 from lightning_hybrid.run_status import run_status
 from tests import toy
+from tests.scenes import fit, same
 
 LAST = "net.8.weight"
 
@@ -47,17 +48,11 @@ class Spoils(pl.Callback):
         weight.view(-1)[:2].neg_()
 
 
-def spoiled(what, precision, every_n_steps, rank=1, step=2):
-    steps = []
-
-    class Counts(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            steps.append(trainer.global_step)
-
-    check = ReplicaCheck(every_n_steps)
-    callbacks = [Spoils(rank, step, what), Counts(), check]
-    trainer = toy.trainer(max_epochs=1, precision=precision, callbacks=callbacks)
-    return toy.error_of(trainer.fit, toy.Toy(), toy.loader()), steps[-1]
+def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
+    """The error on each rank, and after which step."""
+    callbacks = [Spoils(rank, step, what), ReplicaCheck(every_n_steps)]
+    found = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
+    return [(seen.error, seen.global_step) for seen in found]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,7 @@ def spoiled(what, precision, every_n_steps, rank=1, step=2):
     ],
 )
 def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, what, precision, named):
-    for error, last_step in two_ranks.run(spoiled, what, precision, 4):
+    for error, last_step in spoiled(two_ranks, what, precision, 4):
         assert error.startswith("ReplicaDriftError: The ranks no longer hold the same model; they parted between steps")
         assert "between steps 0 and 4 (`every_n_steps` (=4)): " in error
         assert f"{named} on rank 1 (host " in error
@@ -83,28 +78,17 @@ def test_what_one_rank_changed_is_an_error_on_both_within_n_steps(two_ranks, wha
 
 def test_the_first_difference_is_named_right_after_the_change(three_ranks):
     """The momentum that was written, and the weight that it moved; the third rank is in the minority."""
-    for error, last_step in three_ranks.run(spoiled, "momentum", "32-true", 1, 2, 1):
+    for error, last_step in spoiled(three_ranks, "momentum", "32-true", 1, rank=2, step=1):
         assert f"`{LAST}` on rank 2 (host " in error
         assert "is not that of ranks 0, 1 (host " in error
         assert "2 of 20 tensors differ, the last is `momentum_buffer` of the optimizer" in error
         assert last_step == 2
 
 
-def fit_with(callbacks, precision):
-    trainer = toy.trainer(max_epochs=1, precision=precision, callbacks=callbacks)
-    module = toy.Toy()
-    trainer.fit(module, toy.loader())
-    return toy.weights(module)
-
-
-def fit_with_and_without(precision):
-    return fit_with([ReplicaCheck(3)], precision), fit_with([], precision)
-
-
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_check(two_ranks, precision):
-    for checked, unchecked in two_ranks.run(fit_with_and_without, precision):
-        assert toy.same_bits(checked, unchecked)
+    ends = [fit(two_ranks, max_epochs=1, precision=precision, callbacks=c) for c in ([ReplicaCheck(3)], [])]
+    assert all(same(one.weights, other.weights) for one, other in zip(*ends, strict=True))
 
 
 def differing_from_the_start(path, what):
@@ -145,7 +129,7 @@ def num_collectives(every_n_steps):
 
     dist.all_reduce = counted
     try:
-        fit_with([ReplicaCheck(every_n_steps)], "32-true")
+        fit(max_epochs=1, callbacks=[ReplicaCheck(every_n_steps)])
     finally:
         dist.all_reduce = original
     return [num_bytes for num_bytes, dtype in calls if dtype is torch.int64 and num_bytes > 8]  # Lightning's are of 8

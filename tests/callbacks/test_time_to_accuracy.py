@@ -25,8 +25,10 @@ class Rises(Module):
         self.log("rises", (self.current_epoch + 1) / 4 if rises else 0.0)
 
 
-def reached(run_dir=None, everywhere=True, max_epochs=3, resumed_at=None, **options):
-    """Logged rows, steps made, the callback's own sentence."""
+def reached(options):
+    """Logged rows, steps made, the callback's own sentence, and what it reached."""
+    run_dir, resumed_at = options.pop("run_dir", None), options.pop("resumed_at", None)
+    everywhere = options.pop("everywhere", True)
     module = Rises()
     module.everywhere = everywhere
     options = {"target": 0.5, "monitor": "rises"} | options
@@ -37,44 +39,31 @@ def reached(run_dir=None, everywhere=True, max_epochs=3, resumed_at=None, **opti
     else:
         options_of_fit = {}
     event = TimeToAccuracy(**options)
-    logger, _, trainer = fit(more=[event], module=module, max_epochs=max_epochs, **options_of_fit)
+    logger, _, trainer = fit(more=[event], module=module, max_epochs=3, **options_of_fit)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
     return [logger.column(name) for name in names], trainer.global_step, event.describe(), event.reached
 
 
 def test_both_times_are_logged_once_when_the_target_is_reached(two_ranks):
     """In the second epoch of three, after eight steps and two validations."""
-    for columns, num_steps, line, _ in two_ranks.run(reached):
+    for columns, num_steps, line, _ in two_ranks.run(reached, {}):
         assert columns == [{9: 8 * STEP_S}, {9: 8 * STEP_S + 2 * VALIDATION_S}, {9: 8.0}]
         assert num_steps == 12
         assert line == "rises reached 0.5 after 8 steps: 4.0 s of training, 8004.0 s with validation"
 
 
-def stopped():
-    return reached(stop=True)
-
-
 def test_training_ends_there_if_asked(two_ranks):
-    assert [num_steps for _, num_steps, *_ in two_ranks.run(stopped)] == [8, 8]
-
-
-def loss_reached():
-    return reached(target=10.0, monitor=m.VAL_LOSS, mode="min")
+    assert [num_steps for _, num_steps, *_ in two_ranks.run(reached, {"stop": True})] == [8, 8]
 
 
 def test_a_loss_reaches_its_target_from_above(two_ranks):
     """Ten is above the loss of any three classes guessed at random (log 3): the first validation sees it."""
-    assert two_ranks.run(loss_reached)[0][0][2] == {5: 4.0}
+    assert two_ranks.run(reached, {"target": 10.0, "monitor": m.VAL_LOSS, "mode": "min"})[0][0][2] == {5: 4.0}
 
 
-def resumed(run_dir, at):
-    return reached(run_dir=run_dir, resumed_at=at)
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [1, 2], ids=["before the target", "after it"])
 def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
-    columns, _, _, event = two_ranks.run(resumed, str(tmp_path), at)[0]
+    columns, _, _, event = two_ranks.run(reached, {"run_dir": str(tmp_path), "resumed_at": at})[0]
     assert event == {
         m.TIME_TO_ACCURACY_TRAIN_S: 8 * STEP_S,
         m.TIME_TO_ACCURACY_TOTAL_S: 8 * STEP_S + 2 * VALIDATION_S,
@@ -83,21 +72,15 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
     assert len(columns[0]) == (1 if at == 1 else 0)  # what was logged before is not logged again
 
 
-def reached_on_one_rank():
-    return reached(everywhere=False, stop=True, max_epochs=3)
-
-
 def test_one_rank_alone_does_not_stop(two_ranks):
     """Each rank has a value of its own; with `stop` on one rank only the others would wait for it for ever."""
-    assert [(step, event) for _, step, _, event in two_ranks.run(reached_on_one_rank)] == [(12, None)] * 2
-
-
-def error_of_monitor():
-    return toy.error_of(reached, monitor="val/accuracy")
+    assert [(step, event) for _, step, _, event in two_ranks.run(reached, {"everywhere": False, "stop": True})] == [
+        (12, None)
+    ] * 2
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
-    error = two_ranks.run(error_of_monitor)[0]
+    error = two_ranks.run(toy.error_of, reached, {"monitor": "val/accuracy"})[0]
     assert error.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
     assert "rises, " in error
     assert m.VAL_ACC in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,50 +15,36 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.metrics import METRICS
 from lightning_hybrid.optim import LARS, param_groups
 from tests import toy
-from tests.callbacks.support import TWO_STEPS, WINDOWS, Module, counting, fit
+from tests.callbacks.support import TWO_STEPS, WINDOWS, Module, counting, fit, rows_of, seen
+from tests.scenes import at
 
 
 def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
-    rows, losses = zip(*two_ranks.run(logged_and_losses), strict=True)
-    logger = rows[0]
-    assert list(logger[m.TRAIN_LOSS]) == [2, 4, 6, 8]
-    assert losses[0] != losses[1]
-    for step, loss in logger[m.TRAIN_LOSS].items():
-        assert loss == pytest.approx((losses[0][step - 1] + losses[1][step - 1]) / 2, rel=1e-6)  # fp32 mean
+    one, other = seen(two_ranks, strategy=HybridAllReduceStrategy(loss_scale=1024.0))
+    assert list(one.column(m.TRAIN_LOSS)) == [2, 4, 6, 8]
+    assert one.losses != other.losses
+    for step, loss in one.column(m.TRAIN_LOSS).items():
+        assert loss == pytest.approx((one.losses[step - 1] + other.losses[step - 1]) / 2, rel=1e-6)  # fp32 mean
     # the schedule is 0.1 / (1 + steps before this one); float32 on the way to the logger
-    assert logger[m.TRAIN_LR] == pytest.approx({2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6)
-    assert logger[m.TRAIN_LOSS_SCALE] == dict.fromkeys((2, 4, 6, 8), 1024.0)
-    assert logger[m.TRAIN_SKIPPED_STEPS] == dict.fromkeys((2, 4, 6, 8), 0.0)
-
-
-def logged_and_losses():
-    logger, module, _ = fit(strategy=HybridAllReduceStrategy(loss_scale=1024.0))
-    return {name: logger.column(name) for name in METRICS}, module.losses
+    assert one.column(m.TRAIN_LR) == pytest.approx({2: 0.1 / 2, 4: 0.1 / 4, 6: 0.1 / 6, 8: 0.1 / 8}, rel=1e-6)
+    assert one.column(m.TRAIN_LOSS_SCALE) == dict.fromkeys((2, 4, 6, 8), 1024.0)
+    assert one.column(m.TRAIN_SKIPPED_STEPS) == dict.fromkeys((2, 4, 6, 8), 0.0)
 
 
 def test_throughput_is_that_of_all_ranks_without_first_steps_and_validation(two_ranks):
     """16 images in half a second are 32 per second; the windows that end at steps 6 and 8 begin after 4 steps."""
-    assert two_ranks.run(throughput)[0] == {6: 32.0, 8: 32.0}
-
-
-def throughput():
-    return fit()[0].column(m.IMAGES_PER_S)
+    assert seen(two_ranks)[0].column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
 
 
 def test_accumulated_batches_make_one_step(two_ranks):
     """Two batches a step: 32 images in a second, and a logged loss of one batch, not of half a batch."""
-    (images_per_s, loss, last_loss), (*_, other_loss) = two_ranks.run(with_accumulation)
-    assert images_per_s == {3: 32.0, 4: 32.0}
-    assert loss[4] == pytest.approx((last_loss + other_loss) / 2, rel=1e-6)  # fp32 mean
-
-
-def with_accumulation():
-    logger, module, _ = fit(skip_steps=2, accumulate_grad_batches=2, log_every_n_steps=1)
-    return logger.column(m.IMAGES_PER_S), logger.column(m.TRAIN_LOSS), module.losses[-1]
+    one, other = seen(two_ranks, skip_steps=2, accumulate_grad_batches=2, log_every_n_steps=1)
+    assert one.column(m.IMAGES_PER_S) == {3: 32.0, 4: 32.0}
+    assert one.column(m.TRAIN_LOSS)[4] == pytest.approx((one.losses[-1] + other.losses[-1]) / 2, rel=1e-6)  # fp32 mean
 
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
-    columns = two_ranks.run(communication_logged, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
+    one = two_ranks.run(with_window, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
     of_bytes = {m.COMM_BYTES: 2000, m.COMM_LINK_BYTES: 3000, m.COMM_LEAST_LINK_BYTES: 2000, m.COMM_NODE_BYTES: 4000}
     of_clock = {
         m.COMM_BUSY_S: 0.125,
@@ -68,11 +55,15 @@ def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_r
         m.COMM_ACHIEVED_BYTES_PER_S: 16000,
         m.COMM_ACHIEVED_SHARE: 0.5,
     }
-    assert columns.keys() == of_bytes.keys() | of_clock.keys()
+    assert {name for name in one.names() if name.startswith("comm/")} == of_bytes.keys() | of_clock.keys()
     for name, value in of_bytes.items():
-        assert columns[name] == dict.fromkeys((2, 4, 6, 8), value), name
+        assert one.column(name) == dict.fromkeys((2, 4, 6, 8), value), name
     for name, value in of_clock.items():
-        assert columns[name] == pytest.approx(dict.fromkeys((6, 8), value)), name
+        assert one.column(name) == pytest.approx(dict.fromkeys((6, 8), value)), name
+
+
+def with_window(window, options):
+    return rows_of({"strategy": counting(window, **options)})
 
 
 BETWEEN_NODES = {m.COMM_LINK_BYTES, m.COMM_LEAST_LINK_BYTES, m.COMM_ACHIEVED_BYTES_PER_S, m.COMM_ACHIEVED_SHARE}
@@ -89,24 +80,14 @@ IN_SECONDS = {name for name, metric in METRICS.items() if name.startswith("comm/
     ],
 )
 def test_what_was_not_measured_is_not_logged(two_ranks, kind, missing):
-    names = two_ranks.run(communication_logged, WINDOWS[kind], {})[0].keys()
+    names = two_ranks.run(with_window, WINDOWS[kind], {})[0].names()
     assert {name for name in METRICS if name.startswith("comm/")} - names == missing
 
 
-def communication_logged(window, options):
-    logger = fit(strategy=counting(window, **options))[0]
-    return {name: logger.column(name) for _, row in logger.rows for name in row if name.startswith("comm/")}
-
-
 def test_stock_strategies_log_what_they_have(two_ranks):
-    names = two_ranks.run(names_under_ddp)[0]
     of_training = {m.TRAIN_LOSS, m.TRAIN_LR, m.TRAIN_MOMENTUM, m.IMAGES_PER_S, m.PEAK_MEMORY_BYTES}
-    assert names == of_training | {m.VAL_LOSS, m.VAL_ACC}
-
-
-def names_under_ddp():
-    logger = fit(strategy="ddp", precision="32-true")[0]
-    return {name for _, row in logger.rows for name in row if name in METRICS}
+    names = seen(two_ranks, strategy="ddp", precision="32-true")[0].names()
+    assert names & METRICS.keys() == of_training | {m.VAL_LOSS, m.VAL_ACC}
 
 
 def test_between_logged_steps_nothing_is_read(two_ranks):
@@ -126,20 +107,19 @@ def reads_of_the_scale():
     return len(reads)
 
 
-def test_momentum_is_that_of_the_step(two_ranks):
+def halve_momentum(trainer, *_):
+    for group in trainer.optimizers[0].param_groups:
+        if "momentum" in group:
+            group["momentum"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("SGD", {2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128}), ("Adagrad", {})]
+)
+def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
     """A schedule of the momentum: 0.9 * 0.5 ** steps before this one; float32 on the way to the logger."""
-    assert two_ranks.run(momentum_logged, "SGD")[0] == pytest.approx({2: 0.45, 4: 0.9 / 8, 6: 0.9 / 32, 8: 0.9 / 128})
-    assert two_ranks.run(momentum_logged, "Adagrad")[0] == {}
-
-
-def momentum_logged(optimizer):
-    class Halves(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            for group in trainer.optimizers[0].param_groups:
-                if "momentum" in group:
-                    group["momentum"] *= 0.5
-
-    return fit(more=[Halves()], module=Module(optimizer=optimizer), precision="32-true")[0].column(m.TRAIN_MOMENTUM)
+    scene = {"module": partial(Module, optimizer=optimizer), "more": [at(on_train_batch_end=halve_momentum)]}
+    assert seen(two_ranks, **scene, precision="32-true")[0].column(m.TRAIN_MOMENTUM) == pytest.approx(expected)
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
@@ -176,14 +156,9 @@ def waits_logged(accumulate):
 
 def test_utilisation_is_operations_by_all_peaks(two_ranks):
     """32 images per second of 1e9 operations each, on two devices of 1e11 per second."""
-    flops_per_s, utilisation = two_ranks.run(utilisation_logged)[0]
-    assert flops_per_s == pytest.approx({6: 32e9, 8: 32e9})
-    assert utilisation == pytest.approx({6: 0.16, 8: 0.16})
-
-
-def utilisation_logged():
-    logger = fit(metrics={"flops_per_image": 1e9, "peak_flops_per_s": 1e11})[0]
-    return logger.column(m.FLOPS_PER_S), logger.column(m.MFU)
+    one = seen(two_ranks, metrics={"flops_per_image": 1e9, "peak_flops_per_s": 1e11})[0]
+    assert one.column(m.FLOPS_PER_S) == pytest.approx({6: 32e9, 8: 32e9})
+    assert one.column(m.MFU) == pytest.approx({6: 0.16, 8: 0.16})
 
 
 @pytest.mark.parametrize(

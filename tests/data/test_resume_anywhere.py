@@ -386,21 +386,6 @@ def test_drawn_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, first)
     assert failures(rank_pool, cases, strategy, str(tmp_path)) == []
 
 
-def test_cases_are_drawn_from_the_whole_grid():
-    cases = [drawn(seed) for seed in range(NUM_CASES)]
-    assert cases == [drawn(seed) for seed in range(NUM_CASES)]
-    ends = [each for case in cases for each in case.ends]
-    assert {each.how for each in ends} == {"max_steps", "max_epochs", "signal", "kill", "error"}
-    assert {each.hook for each in ends} == {"", *IN_TRAINING, *IN_VALIDATION}
-    assert {each.saves for each in ends} == {"steps", "plain", "epochs", "validation"}
-    assert {(case.ranks, case.accumulate) for case in cases} == {(1, 1), (1, 3), (2, 1), (2, 3)}
-    assert {(case.limits["max_epochs"] > 0, case.limits["max_steps"] > 0) for case in cases} == {
-        (True, False),
-        (False, True),
-        (True, True),
-    }
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("after", [3, 8, 9])
 def test_a_killed_process_is_resumed_to_the_bit(rank_pool, tmp_path, after):

@@ -6,18 +6,14 @@ import itertools
 import json
 import mmap
 import random
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from lightning_hybrid.callbacks.run_report.curve import MAX_POINTS, Curve
 from tests.evidence.endurance import growth_report, process_watch
 from tests.evidence.endurance.process_watch import ProcessWatch, process_state
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.evidence.outcomes import ran
 
 
 def sampled(slope_per_step, *, noise=0.0, begin=1e8, num_steps=5000):
@@ -107,21 +103,10 @@ def test_a_curve_stays_small_and_keeps_its_ends_and_its_best():
 
 @pytest.mark.long
 def test_two_hundred_steps_hold_as_many_descriptors_and_groups_at_the_end(tmp_path):
-    short = [
-        "trainer.devices=2",
-        "trainer.max_steps=200",
-        "trainer.max_epochs=-1",
-        "logger=csv",
-        "global_batch_size=64",
-    ]
-    train = [*short, "callbacks=[default,endurance]", "model.width=0.0625", "trainer.enable_progress_bar=false"]
-    command = [sys.executable, "-m", "tests.evidence.endurance", f"hydra.run.dir={tmp_path}", "warmup_steps=75"]
-    done = subprocess.run(
-        [*command, f"train=[{','.join(repr(one) for one in train)}]"],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    trends = json.loads((tmp_path / "endurance.json").read_text())["trends"]
+    train = "trainer.devices=2 trainer.max_steps=200 trainer.max_epochs=-1 logger=csv global_batch_size=64".split()
+    train += ["callbacks=[default,endurance]", "model.width=0.0625", "trainer.enable_progress_bar=false"]
+    options = ["warmup_steps=75", f"train=[{','.join(map(repr, train))}]"]
+    trends = ran("endurance", tmp_path, *options, file="endurance.json")["trends"]
     counts = [t for t in trends if t["quantity"] in ("num_threads", "num_fds", "num_sockets", "num_groups")]
     assert len(counts) == 8
     assert {trend["verdict"] for trend in counts} == {"steady"}

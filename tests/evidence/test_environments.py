@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from tests.evidence.environments import trials
 from tests.evidence.environments.cases import CASES, Environment
 from tests.evidence.environments.trials import ProgramExit, environment_outcome
 from tests.evidence.faults.table import chosen_of
+from tests.evidence.outcomes import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = Environment(fault="f", names=("`PORT` (=1)", "set it"), limit_s=9.0)
@@ -21,33 +20,26 @@ GOES_ON = Environment(fault="f", names=("accuracy",), goes_on=True)
 SAID = "some line\nerror: `PORT` (=1) is taken: set it\n"
 
 
-def test_an_error_in_words_holds_and_is_quoted():
-    outcome = environment_outcome(ENDS, ProgramExit([0, 1], SAID, 2.5))
-    assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, 2.5, "ends in words")
-    assert outcome.detected_by == "`PORT` (=1) is taken: set it"
-
-
 @pytest.mark.parametrize(
     ("case", "ended", "problem"),
     [
+        (ENDS, ProgramExit([0, 1], SAID, 2.5), None),
         (ENDS, ProgramExit([0, 0], SAID, 1.0), "no process ended in an error"),
         (ENDS, ProgramExit([1], SAID.replace("set it", ""), 1.0), "does not say 'set it'"),
         (ENDS, ProgramExit([1], SAID + "Traceback (most recent call last):", 1.0), "a traceback"),
         (ENDS, ProgramExit([1, None], SAID, 9.0), "process 1 still ran after 9 s"),
+        (GOES_ON, ProgramExit([0, 0], "test accuracy 97 %\n", 3.0), None),
         (GOES_ON, ProgramExit([0, 1], "accuracy", 1.0), "exit code 1"),
         (GOES_ON, ProgramExit([0], "", 1.0), "does not say 'accuracy'"),
         (GOES_ON, ProgramExit([None], "accuracy", 1.0), "process 0 still ran"),
     ],
 )
-def test_what_breaks_a_promise_is_reported(case, ended, problem):
+def test_a_program_is_judged_by_exit_codes_and_words(case, ended, problem):
     outcome = environment_outcome(case, ended)
-    assert not outcome.is_held
-    assert problem in outcome.detected_by
-
-
-def test_a_program_that_goes_on_holds():
-    outcome = environment_outcome(GOES_ON, ProgramExit([0, 0], "test accuracy 97 %\n", 3.0))
-    assert (outcome.is_held, outcome.seconds, outcome.promise) == (True, None, "goes on")
+    assert outcome.is_held == (problem is None)
+    said = "`PORT` (=1) is taken: set it" if case is ENDS else "test accuracy 97 %"
+    assert outcome.detected_by == said if problem is None else problem in outcome.detected_by
+    assert outcome.seconds == (None if case.goes_on else ended.seconds)
 
 
 def test_every_case_says_what_it_expects():
@@ -105,9 +97,4 @@ def test_a_program_that_does_not_end_is_ended(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_two_cases_as_whole_programs(tmp_path):
-    only = "only=['WORLD_SIZE=abc','| head -1']"
-    command = [sys.executable, "-m", "tests.evidence.environments", only, f"hydra.run.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
-    assert [outcome["is_held"] for outcome in outcomes] == [True, True]
+    assert outcomes_of("environments", tmp_path, "only=['WORLD_SIZE=abc','| head -1']") == [True, True]

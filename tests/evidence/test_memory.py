@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.evidence.memory import census
+from tests.evidence.outcomes import ran
 
-ROOT = Path(__file__).resolve().parents[2]
 KNOWN = {  # weights, masters, gradients, optimizer
     ("32-true", "adamw"): (4, 0, 4, 8),
     ("32-true", "sgd"): (4, 0, 4, 4),
@@ -42,19 +37,8 @@ def test_by_default_no_more_ranks_are_asked_for_than_there_are_devices(monkeypat
 
 @pytest.mark.long
 def test_census_finds_weights_masters_gradients_and_state(tmp_path):
-    command = [sys.executable, "-m", "tests.evidence.memory", f"hydra.run.dir={tmp_path}"]
     options = ["precisions=[32-true,16-true]", "optimizers=[sgd,adamw]", "census.width=256", "census.depth=4"]
-    done = subprocess.run(
-        [*command, *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    rows = ran("memory", tmp_path, *options, file="memory.json")["rows"]
     assert len(rows) == 4
     for row in rows:
         held = row["bytes_per_parameter"]

@@ -35,7 +35,7 @@ def cut(net):
 
 def head_of(whole):
     head = copy.deepcopy(whole)
-    SlicedHead.cut_(head, group=dist.group.WORLD)
+    head = SlicedHead.cut_(head, group=dist.group.WORLD)
     return head
 
 

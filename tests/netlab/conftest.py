@@ -14,4 +14,4 @@ def cluster_or_skip():
 
 
 # Programs over those of tests/evidence, which need Hydra.
-collect_ignore = [] if not without_hydra else ["faults.py", "phases.py", "test_bench.py", "tuner.py"]
+collect_ignore = [] if not without_hydra else ["faults.py", "test_bench.py"]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.netlab.phases import Marks
-
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["allreduce.max_bytes=1024", "allreduce.num_rounds=2", "allreduce.dtypes=[float32]", "steps=null"]
 
@@ -53,22 +51,3 @@ def test_tune_finds_the_links_that_were_built(cluster_or_skip, tmp_path):
     assert 0.7e8 < across["bytes_per_s"] < 1.1e8
     assert told["calibration"]["consent_s"]["across"] == pytest.approx(0.005, rel=0.5)
     assert told["world"]["num_shared_cores"] >= 1
-
-
-def event(row, begin_s, end_s):
-    return {"row": row, "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
-
-
-def test_phases_follow_each_other_and_add_up_to_the_step(tmp_path):
-    marks, before = Marks(tmp_path), {"end": 10.0, "processor": 1.0, "main": 1.0}
-    step = {"batch": 11.0, "forward": 13.0, "averaged": 30.0, "end": 32.0, "processor": 9.0, "main": 5.0}
-    marks.events = [event("two_level.0 shard_all_reduce", 4.0, 9.0)]  # of the step before
-    *parts, processor, main = marks._phases_of(before, step).items()
-    assert parts == [("step", 22.0), ("batch", 1.0), ("forward", 2.0), ("backward", 17.0), ("update", 2.0)]
-    assert (processor, main) == (("processor", 8.0), ("main", 4.0))
-    marks.events += [event("buckets", 14.0, 29.0), event("two_level.0 scatter_reduce", 14.0, 16.0)]
-    marks.events += [event("two_level.0 shard_all_reduce", 16.0, 20.0), event("hierarchical.1 ring", 17.0, 27.0)]
-    marks.events += [event("two_level.0 gather", 20.0, 29.0)]
-    parts = dict(list(marks._phases_of(before, step).items())[1:-2])
-    names = ("batch", "forward", "backward", "in node", "between", "last", "update")
-    assert parts == dict(zip(names, (1.0, 2.0, 1.0, 2.0, 11.0, 3.0, 2.0), strict=True))

@@ -1,19 +1,17 @@
 """Steps along the orthogonalised momentum: against the singular value decomposition, torch's Muon and a plain loop."""
 
 import copy
-import io
 import itertools
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_hybrid.optim import LARS, param_groups
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
 from tests import toy
 from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.scenes import at, fit, same
 
 SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
 PATHS = {"loop": {"foreach": False}, "lists": {"foreach": True}, "default": {}}
@@ -168,60 +166,6 @@ def test_the_step_has_the_size_of_lars(path, step_size):
         torch.testing.assert_close((one - start).norm(), step_size * 0.01 * start.norm(), rtol=1e-3, atol=0)
 
 
-@every_path
-@pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
-def test_what_was_saved_goes_on_bit_for_bit(path, nesterov):
-    def make(params):
-        return LARS(params, lr=2.0, direction="orthogonal", nesterov=nesterov, weight_decay=0.01, **path)
-
-    params = parameters(*SHAPES)
-    optimizer = make(params)
-    run(optimizer, params, 3)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    own = copies_of(params)
-    resumed = make(own)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    copied = copy.deepcopy(optimizer)
-    run(optimizer, params, 3, first=3)
-    run(resumed, own, 3, first=3)
-    assert_same_bits(own, params)
-    theirs = [param for group in copied.param_groups for param in group["params"]]
-    run(copied, theirs, 3, first=3)
-    assert_same_bits(theirs, params)
-
-
-@every_path
-def test_scaled_half_gradients_and_copies_are_the_step_of_unscaled_ones_and_overflow_writes_nothing(path):
-    ours, theirs = parameters((6, 5), (8, 3, 3, 3), (7,)), parameters((6, 5), (8, 3, 3, 3), (7,))
-    halves = {param: param.detach().half() for param in ours}
-    for param in ours:
-        param.grad_dtype = None  # any
-    one, other = (LARS(own, lr=2.0, weight_decay=0.01, direction="orthogonal", **path) for own in (ours, theirs))
-    one.copies = halves
-    for step in range(3):
-        set_grads(theirs, step)
-        for scaled, plain in zip(ours, theirs, strict=True):
-            plain.grad = plain.grad.half().float()
-            scaled.grad = plain.grad.half() * 64
-        one.grad_scale = torch.tensor(64.0)
-        before, state = copies_of(ours), copy.deepcopy(one.state_dict()["state"])
-        if step == 1:
-            ours[1].grad[0, 0, 0, 0] = torch.inf
-        one.step()
-        assert one.last_found_inf.item() == (step == 1)
-        if step == 1:
-            assert_same_bits(ours, before)
-            after = one.state_dict()["state"]
-            assert all(torch.equal(after[index][key], state[index][key]) for index in state for key in state[index])
-        else:
-            other.step()
-        for param in ours:
-            assert torch.equal(halves[param], param.detach().half())
-    assert_same_bits(ours, theirs)
-
-
 def test_lists_and_loop_differ_by_rounding_only():
     ends = []
     for path in PATHS.values():
@@ -298,34 +242,40 @@ def test_a_group_that_is_set_is_in_no_pickle():
     assert copy.deepcopy(optimizer).work_group is None
 
 
-def _fit(shares, precision):
-    module = toy.Toy()
-    module.configure_optimizers = lambda: LARS(
-        param_groups(module, weight_decay=1e-3), lr=2.0, direction="orthogonal", excluded_lr_mult=0.01
-    )
-    seen = []
+class Shares(toy.Toy):
+    def configure_optimizers(self):
+        groups = param_groups(self, weight_decay=1e-3)
+        self.made = LARS(groups, lr=2.0, direction="orthogonal", excluded_lr_mult=0.01)
+        return self.made
 
-    class Looks(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if not shares:
-                trainer.optimizers[0].work_group = None
-            seen.append(trainer.optimizers[0].work_group)
 
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="hybrid_allreduce", precision=precision, max_steps=5, logger=False,
-        callbacks=Looks(), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(toy.Blobs(), batch_size=8))
-    assert trainer.optimizers == [] or trainer.optimizers[0].work_group is None
-    return [param.detach() for param in module.parameters()], [group is not None for group in seen]
+def take_away(trainer, *_):
+    trainer.optimizers[0].work_group = None
+
+
+def has_group(trainer, *_):
+    return trainer.optimizers[0].work_group is not None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_in_a_fit_the_ranks_of_a_node_share_the_work(two_ranks, precision):
     """The first step of the second fit is shared, too: all bits are the same either way."""
-    (shared, did), (other, _) = two_ranks.run(_fit, True, precision)
-    (alone, did_not), _ = two_ranks.run(_fit, False, precision)
-    assert did == [True] * 5
-    assert did_not == [False] * 5
-    assert_same_bits(shared, other)
-    assert_same_bits(shared, alone)
+    scene = {"precision": precision, "max_steps": 5}
+    looks = at(on_train_batch_end=has_group)
+    shared, other = fit(two_ranks, Shares, callbacks=[looks], **scene)
+    alone, _ = fit(two_ranks, Shares, callbacks=[at(on_train_batch_end=take_away), looks], **scene)
+    assert shared.looks["on_train_batch_end"] == [True] * 5
+    assert alone.looks["on_train_batch_end"] == [False] * 5
+    assert same(shared.parameters, other.parameters)
+    assert same(shared.parameters, alone.parameters)
+
+
+def groups_left():
+    module = Shares()
+    trainer = toy.trainer(max_steps=1)
+    trainer.fit(module, toy.loader())
+    return [optimizer.work_group for optimizer in (*trainer.optimizers, module.made)]
+
+
+def test_the_group_is_taken_back_with_the_fit(two_ranks):
+    assert all(set(groups) == {None} for groups in two_ranks.run(groups_left))

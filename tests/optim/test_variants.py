@@ -5,7 +5,7 @@ import torch
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
 from tests.optim.families import distance_from
-from tests.optim.fused.test_step import PATHS
+from tests.optim.makers import PATHS
 from tests.optim.test_lars import assert_same_bits, copies_of, parameters, set_grads
 from tests.reference.families import FAMILIES
 from tests.reference.lamb import lamb as lamb_in_float64

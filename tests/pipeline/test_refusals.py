@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.microbatches import (
     Muting,
     digest_of,
@@ -23,7 +24,6 @@ from lightning_hybrid.pipeline.microbatches import (
     microbatches,
     random_state,
 )
-from lightning_hybrid.pipeline.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.options import (
     blocks_of,
     check_options,

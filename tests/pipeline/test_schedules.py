@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.evidence.bubble.sleeping import kept_by_plan, measured
+from tests.pipeline.sleeping import kept_by_plan, measured
 
 STAGE_S = 0.001
 

@@ -307,8 +307,8 @@ def errors_at_setup():
 
 def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(two_ranks):
     for finetuning, batchnorm in two_ranks.run(errors_at_setup):
-        assert "`callbacks` (with BaseFinetuning) cannot be combined with a pipeline" in finetuning
-        assert "`sync_batchnorm` (=True) must be False in a pipeline" in batchnorm
+        assert "`callbacks` (=Thaws) and a pipeline exclude each other" in finetuning
+        assert "`sync_batchnorm` (=True) and a pipeline exclude each other" in batchnorm
 
 
 # ---- told ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.optimizer_protocol import supports_device_skip
 from tests import toy
+from tests.scenes import Saves
 
 OPTIMIZERS = {
     "lars": lambda params: LARS(params, lr=5.0, weight_decay=1e-3, foreach=False),
@@ -390,19 +391,8 @@ def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, set
     assert seen_behind[8:9] == seen[8:9]
 
 
-class Saves(pl.Callback):
-    """A checkpoint while the schedule's step is put off, as `ModelCheckpoint` makes one after a batch."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 6:
-            trainer.save_checkpoint(self.path)
-
-
 def checkpoint_made(put_off, path):
-    rates_and_weights(put_off, {"bad": [1]}, Saves(path))
+    rates_and_weights(put_off, {"bad": [1]}, Saves(path, step=6))
     checkpoint = torch.load(path, weights_only=True)
     return checkpoint["optimizer_states"][0]["param_groups"][0]["lr"], checkpoint["lr_schedulers"]
 
@@ -414,20 +404,11 @@ def test_a_checkpoint_does_not_know_that_the_schedule_is_behind(one_rank, tmp_pa
     assert at_once[0][0] == 5.0 * 0.5**5
 
 
-class SavesAfterAnEpoch(pl.Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
 def whole_and_resumed(optimizer, path):
     """Four epochs in one go, and the same from a checkpoint after the first; each with its scale and skipped steps."""
     settings = {"bad": [1], "scheduled": True, "max_epochs": 4}
     runs = [
-        fit(optimizer, callbacks=[SavesAfterAnEpoch(path)], **settings),
+        fit(optimizer, callbacks=[Saves(path, epoch=0)], **settings),
         fit(optimizer, ckpt_path=path, **settings),
     ]
     return [(toy.weights(module), trainer.precision_plugin.state_dict()) for module, trainer, _ in runs]

@@ -22,11 +22,14 @@ SINCE_RENAMED = {  # a dated record has the command of its commit
     "recipes.bench_input": "recipes.benchmarks.input",
     "recipes.bench_step": "recipes.benchmarks.optimizer",
     "recipes.endurance": "tests.evidence.endurance",
-    "recipes.faults_cost": "tests.evidence.faults.cost",
     "recipes.faults_environment": "tests.evidence.environments",
+    "recipes.faults_cost": "tests.evidence.faults.cost",
     "recipes.faults_resume": "tests.evidence.resume",
     "recipes.tune_check": "tests.evidence.planner.tune_check",
 }
+LEFT = re.compile(
+    r"`git show \w{7,}:([\w/]+)"
+)  # a program that only history has; a page that says so may have its commands
 PLACEHOLDERS = {r"<[^<>\n]*>": "x", "seed=N": "seed=0", "cluster=ours": "cluster=netlab"}  # what a reader fills in
 
 
@@ -58,7 +61,10 @@ def cases() -> dict[tuple[str, str], str]:
     """Where each command stands, a command once."""
     found = dict[tuple[str, str], str]()
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
-        of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(path.read_text())]
+        text = path.read_text()
+        left = tuple(place.replace("/", ".") for place in LEFT.findall(text))
+        of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(text)]
+        of_page = [command for command in of_page if not (left and command[0].startswith(left))]
         found |= {command: str(path.relative_to(ROOT)) for command in of_page if command not in found}
     return found
 

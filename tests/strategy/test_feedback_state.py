@@ -1,6 +1,6 @@
 """`error_feedback=True` in whole fits: resumed runs, skipped steps, other layouts and other numbers of nodes."""
 
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 from lightning_hybrid import Comm, DurableCheckpointIO, HybridAllReduceStrategy, Mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.strategy.feedback_state import FeedbackMixin
+from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
 from tests import toy
 
 LONG = pytest.mark.long
@@ -36,8 +36,8 @@ class Toy(toy.Toy):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.overflows_at >= 0:
-            strategy = self.trainer.strategy
-            self.residuals.append(strategy._collected(strategy._feedback))
+            extensions = self.trainer.strategy._extensions
+            self.residuals.append(extensions.made[0].collected(extensions.fit))
 
     def on_train_epoch_end(self):
         path = self.saves.pop(self.current_epoch, None)
@@ -154,28 +154,16 @@ def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ran
     assert not toy.same_bits(owed(fourth), owed(third))
 
 
-class Saving:
-    """What stands after the mixin."""
-
-    def save_checkpoint(self, checkpoint, path):
-        self.saved = checkpoint
-
-
-class FailingStrategy(FeedbackMixin, Saving):
-    _feedback = object()
-    _ending_error = property(lambda self: sys.exc_info()[1])
-
-
 def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):
     """Other ranks may not come to collect them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    strategy = FailingStrategy()
-    try:
-        raise KeyError("label")
-    except KeyError:
-        with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
-            strategy.save_checkpoint({"optimizer_states": []}, "one.ckpt")
-    assert strategy.saved == {"optimizer_states": []}
+    precision = SimpleNamespace(precision="32-true")
+    fit = SimpleNamespace(precision=precision, module=None, optimizer_steps=(), failures=SimpleNamespace())
+    extension, checkpoint = ErrorFeedbackExtension(fit), {"optimizer_states": []}
+    extension._feedback, fit.failures.ending_error = object(), KeyError("label")
+    with pytest.warns(UserWarning, match="saved while KeyError ends this rank has no residuals"):
+        extension.save(fit, checkpoint)
+    assert checkpoint == {"optimizer_states": []}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_a_timeout_is_seconds_and_a_folder_any_path(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", torch.float16])
 def test_spellings_of_a_dtype(dtype):
-    assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._comm_dtype is torch.float16
+    assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._comm._comm_dtype is torch.float16
 
 
 def test_ranks_per_node_that_does_not_divide_is_refused_by_the_trainer(three_ranks):
@@ -594,7 +594,7 @@ def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_
 def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     plan = CommPlan(algorithm="hierarchical", chunk_bytes=12345)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._plan == plan
+    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._comm._plan == plan
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
         with pytest.raises(ValueError, match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or"):
             Comm(plan=plan, **options)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.strategy import launcher
+from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
 from tests import toy
 from tests.programs import run_program
@@ -84,16 +84,16 @@ def test_the_error_of_a_forked_rank_is_its_own_and_not_the_parents():
 
 def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monkeypatch):
     seen = []
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=seen.append))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=seen.append))
     monkeypatch.setattr(_ChildProcessObserver, "_terminate_all", lambda self: seen.append("killed"))
     ended = subprocess.Popen(["false"])
     ended.wait()
     observer = _ChildProcessObserver(main_pid=0, child_processes=[ended], sleep_period=0)
-    monkeypatch.setattr(launcher.threading, "enumerate", lambda: [observer])
+    monkeypatch.setattr(rendezvous.threading, "enumerate", lambda: [observer])
     for _ in range(2):  # a second fit of the same ranks waits no longer
-        launcher.let_ranks_report()
+        rendezvous.let_ranks_report()
     observer.run()
-    assert seen == [launcher.GRACE_S, "killed"]
+    assert seen == [rendezvous.REPORT_S, "killed"]
 
 
 SCRIPT = """

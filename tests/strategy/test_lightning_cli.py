@@ -46,7 +46,7 @@ def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
     trainer = fitted("--config", str(tmp_path / "config.yaml"))
     assert type(trainer.strategy) is HybridAllReduceStrategy
     assert type(trainer.precision_plugin) is MasterWeightPrecision
-    assert trainer.strategy._plan.algorithm == "hierarchical"
+    assert trainer.strategy._comm._plan.algorithm == "hierarchical"
     assert trainer.precision_plugin.loss_scale.value == 1024.0
     assert trainer.global_step == 2
 
@@ -80,8 +80,8 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
     cli = parsed(CLASS, *arguments)
     (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
     for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
-        text = made.trainer.strategy._asked
-        assert text == HybridAllReduceStrategy(between_nodes)._asked
+        text = made.trainer.strategy._comm.asked
+        assert text == HybridAllReduceStrategy(between_nodes)._comm.asked
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
 
 
@@ -93,7 +93,7 @@ def test_on_in_yaml_is_a_boolean_and_is_taken(tmp_path):
 
 def test_keywords_of_the_last_release_are_still_in_the_signature():
     with pytest.warns(FutureWarning, match=r"Write comm=Comm\(algorithm='flat'\)"):
-        assert parsed(CLASS, "--trainer.strategy.algorithm=flat").trainer.strategy._plan.algorithm == "flat"
+        assert parsed(CLASS, "--trainer.strategy.algorithm=flat").trainer.strategy._comm._plan.algorithm == "flat"
 
 
 def test_the_name_is_enough():

@@ -82,7 +82,7 @@ def whole(tensor):
 
 def fit_on_rank(module, strategy, **settings):
     """Weights at the end, whole, and what kinds of tensors they were."""
-    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.test_dtensor.mesh_of`
+    _clear_sharding_prop_cache()  # of an earlier world of the pool: see `tests.optim.makers.mesh_of`
     trainer = toy.trainer(strategy=strategy, **settings)
     trainer.fit(module, toy.loader())
     kinds = {type(param).__name__ for param in module.net.parameters()}

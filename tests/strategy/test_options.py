@@ -62,7 +62,7 @@ def test_the_update_is_shared_in_nodes_or_not(setting):
 
 def test_yaml_reads_on_and_off_as_booleans():
     strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
-    assert (strategy._tune, strategy._shard_update) == ("on", "off")
+    assert (strategy._tune, strategy._comm.shard_update) == ("on", "off")
 
 
 PLAN = CommPlan(algorithm="flat")
@@ -157,7 +157,7 @@ def test_fabric_and_the_pipeline_take_the_same_values_and_keywords():
     for kind in (fabric.HybridAllReduceStrategy, HybridPipelineStrategy):
         with pytest.warns(FutureWarning, match=r"Write comm=Comm\(dtype='bf16'\), with"):
             old = kind(comm_dtype="bf16")
-        assert old._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm_dtype is torch.bfloat16
+        assert old._comm._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm._comm_dtype is torch.bfloat16
     assert HybridPipelineStrategy()._tune == "off"
 
 

@@ -132,3 +132,15 @@ def _can_be_split() -> bool:
 def _several(partition: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     # A rank that is alone needs no group.
     return [ranks for ranks in partition if len(ranks) > 1]
+
+
+def new_node_group(topology: Topology, *, timeout: timedelta | None, desc: str) -> dist.ProcessGroup:
+    """Make a group for each node, and return that of this rank's. Collective: every rank must call it."""
+    group: dist.ProcessGroup = own_group(topology.nodes, timeout=timeout, desc=desc)
+    return group
+
+
+def end_group(group: dist.ProcessGroup, *, is_aborted: bool) -> None:
+    """Free a group, unless the default group is gone; nothing is waited for where a failure has aborted it."""
+    # On CUDA a failure aborts all communicators.
+    (forget if is_aborted else destroy)(group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -15,17 +16,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
-from lightning_hybrid.comm.engine.process_groups import own_group
-from lightning_hybrid.comm.health.abort import destroy, forget
+from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden, lightning_types
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
-from lightning_hybrid.run_status import run_status
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
-from lightning_hybrid.strategy.local_steps.nodes_apart import BROADCAST_BYTES, IndependentNodes
+from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
+from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.options import LocalSteps
@@ -34,171 +35,136 @@ from lightning_hybrid.strategy.options import LocalSteps
 OUTER_MOMENTUM = "outer_momentum"
 
 
-class LocalSGDMixin:
-    """Strategy mixin: average weights over nodes every so many steps, with `between_nodes=LocalSteps(...)`."""
+# torch's, where the first step of an optimizer was skipped: nodes go on with the rates of the others.
+TOO_EARLY = r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`"
 
-    # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
 
-    _local_steps: LocalSteps | None = None
-    _nodes: IndependentNodes | None = None
-    _outer_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until the fit begins
-    _averages_first: Any = None  # the callback, while there are nodes
-    _topology: Topology
-    _plan: CommPlan
-    _engine: CommEngine | None
-    _hook_state: HookState
-    _timeout: timedelta | None
-    _ddp_kwargs: dict[str, Any]
-    model: Any
-    optimizers: list[Optimizer]
-    lr_scheduler_configs: list[Any]
-    precision_plugin: Any
-    lightning_module: Any
-    root_device: torch.device
-    _ending_error: BaseException | None
+def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension | None:
+    """Make the extension; on one node None, with a warning."""
+    if fit.topology.num_nodes > 1:
+        return LocalStepsExtension(fit, steps)
+    rank_zero_warn(
+        f"`between_nodes` (={steps!r}) has nothing to do: all ranks share one node, and each step averages their "
+        "gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
+    )
+    return None
+
+
+class LocalStepsExtension(FitExtension):
+    """Averages weights over nodes every so many steps, with `between_nodes=LocalSteps(...)`."""
+
+    def __init__(self, fit: FitContext, steps: LocalSteps) -> None:
+        refuse_excluded(
+            {"local steps": f"`between_nodes` (={steps!r})"}
+            | in_nodes(fit.topology)
+            | in_module(fit.module)
+            | in_callbacks(fit.trainer.callbacks)
+            | in_precision(fit.precision)
+        )
+        self.steps = steps
+        self._nodes: IndependentNodes | None = None  # from set-up to end
+        self._loaded_momentum: dict[str, Tensor] | None = None  # of a checkpoint, until nodes part
+        self._ignored: Any = None  # of Python's warnings
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any) -> None:
-        """Set up as DDP; make the groups of the nodes."""
-        super().setup(trainer)  # type: ignore[misc]
-        if self._local_steps is None or self._engine is None:
-            return
-        if self._topology.num_nodes == 1:
-            rank_zero_warn(
-                f"`between_nodes` (={self._local_steps!r}) has nothing to do: all ranks share one node, and each step "
-                "averages their gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
-            )
-            return
-        refuse_excluded(
-            {"local steps": f"`between_nodes` (={self._local_steps!r})"}
-            | in_nodes(self._topology)
-            | in_module(self.lightning_module)
-            | in_callbacks(trainer.callbacks)
-            | in_precision(self.precision_plugin)
-        )
-        self._nodes = self._new_nodes(self._local_steps)
+    def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
+        """Return the options, to be compared between ranks."""
+        return {"compared": {"between_nodes": self.steps}}
+
+    def after_setup(self, fit: RunningFit) -> None:
+        """Make the groups of the nodes. Collective."""
+        self._nodes = _new_nodes(self.steps, fit)
         # One node may leave a step out that another takes; all come to the next batch.
-        self._nodes.ends_in_step = not is_overridden("optimizer_step", self.lightning_module, "pytorch.LightningModule")
-        self._averages_first = _averages_first(self)
-        trainer.callbacks.insert(0, self._averages_first)
-        for config in self.lr_scheduler_configs:
+        self._nodes.ends_in_step = not is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
+        for config in fit.trainer.lr_scheduler_configs:
             # A node that skips a step would fall behind the others' rate for good.
             release_schedule(config)
-        for optimizer in self.optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch would warn where the first is skipped
+        warnings.filterwarnings("ignore", TOO_EARLY, UserWarning)
+        self._ignored = warnings.filters[0]
         rank_zero_info(
-            f"comm: gradients are averaged in each of {self._topology.num_nodes} nodes from step "
-            f"{self._local_steps.from_step} on, weights and momentum between them every "
-            f"{self._local_steps.every} steps"
-        )
-
-    def _new_nodes(self, steps: LocalSteps) -> IndependentNodes:
-        assert self._engine is not None
-        assert self._timeout is not None
-        nodes = [list(node) for node in self._topology.nodes]
-        group = own_group(nodes, timeout=self._timeout, desc="nodes")
-        replicas = ReplicaSets(world=self._topology, sets=self._topology.nodes)
-        node_engine = CommEngine(
-            topology=replicas.own,
-            plan=self._plan,
-            timeout=self._timeout,
-            device=self.root_device,
-            trace=self._engine.trace,
-            replicas=replicas,
-            group=group,
-        )
-        return IndependentNodes(
-            steps, engine=self._engine, node_engine=node_engine, group=group, hook_state=self._hook_state
+            f"comm: gradients are averaged in each of {fit.topology.num_nodes} nodes from step "
+            f"{self.steps.from_step} on, weights and momentum between them every "
+            f"{self.steps.every} steps"
         )
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start a batch as DDP; from the step on from which nodes train on their own, let them."""
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        if self._nodes is None:
+    def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
+        """From the step on from which nodes train on their own, let them. Collective where a period ends."""
+        nodes, steps = self._nodes, self.steps
+        if nodes is None:
             return
-        assert self._engine is not None
-        self._engine.raise_if_failed()  # another node may have failed, for which nothing here waits
-        num_steps = self.lightning_module.trainer.global_step
-        steps = self._nodes.steps
-        if not self._nodes.is_apart and num_steps >= steps.from_step:
-            self._nodes.part(self.model)
-            self._nodes.num_periods = steps.num_periods(num_steps)
-            self._nodes.versions = [one._version for one in self._frozen()]
-            if steps.has_outer_step or self._nodes.average.is_narrow:
-                self._nodes.outer = self._new_outer_step(steps)
-        if self._nodes.is_apart:
-            if not self._nodes.ends_in_step and steps.num_periods(num_steps) > self._nodes.num_periods:
-                self._average()
-            self._nodes.num_periods = steps.num_periods(num_steps)
-            self._nodes.note_step()  # user code may step past Lightning
-            if batch_idx == steps.every and num_steps == 0 and not self.lightning_module.automatic_optimization:
+        fit.engine.raise_if_failed()  # another node may have failed, for which nothing here waits
+        num_steps = fit.trainer.global_step
+        if not nodes.is_apart and num_steps >= steps.from_step:
+            nodes.part(fit.wrapped)
+            nodes.num_periods = steps.num_periods(num_steps)
+            nodes.versions = [one._version for one in _frozen(fit)]
+            if steps.has_outer_step or nodes.average.is_narrow:
+                nodes.outer = self._new_outer_step(fit)
+        if nodes.is_apart:
+            if not nodes.ends_in_step and steps.num_periods(num_steps) > nodes.num_periods:
+                self._average(fit)
+            nodes.num_periods = steps.num_periods(num_steps)
+            nodes.note_step()  # user code may step past Lightning
+            if batch_idx == steps.every and num_steps == 0 and not fit.module.automatic_optimization:
                 rank_zero_warn(
                     f"`between_nodes.every` (={steps.every}) counts `trainer.global_step`, which is still 0 after "
                     f"{batch_idx} batches: nodes do not average their weights. Step the optimizers of "
                     "`self.optimizers()`, not those inside of them."
                 )
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step as DDP; average over nodes where a period ends."""
-        outputs = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+    def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """Average over nodes where a period ends, which is then collective."""
+        outputs = run()
         if self._nodes is not None and self._nodes.is_apart:
             self._nodes.note_step()
-            num_steps = self.lightning_module.trainer.global_step + 1  # Lightning counts this one later
-            if self._nodes.ends_in_step and self._nodes.steps.end_at(num_steps):
-                self._average(num_steps)
+            num_steps = fit.trainer.global_step + 1  # Lightning counts this one later
+            if self._nodes.ends_in_step and self.steps.end_at(num_steps):
+                self._average(fit, num_steps)
         return outputs
 
     # ---- averages --------------------------------------------------------------------------------------------------
 
-    def _average(self, num_steps: int | None = None) -> None:
+    def _average(self, fit: RunningFit, num_steps: int | None = None) -> None:
         # Collective. What the next steps begin with: weights, statistics and momentum. `num_steps`: taken so far.
         nodes = self._nodes
         if nodes is None or not nodes.has_own_weights:
             return
-        nodes.average.begin_step(self.lightning_module.trainer.global_step if num_steps is None else num_steps)
-        pairs = self._pairs()
+        nodes.average.begin_step(fit.trainer.global_step if num_steps is None else num_steps)
+        pairs = _pairs(fit)
         for pair in pairs:
             pair.absorb_outside_writes_()
-        weights = list(self._weights().values())
+        weights = list(_weights(fit).values())
         if nodes.outer is None:
             nodes.average.average_(weights)
         else:  # weights stay what they are until all of it has arrived
             moved = nodes.outer.moved(weights)
             nodes.average.average_(moved, is_narrow=True)
             nodes.outer.step_(weights, moved)
-        nodes.average.average_(self._statistics())
-        average_momentum_(self.optimizers, nodes.average)
+        nodes.average.average_(_statistics(fit))
+        average_momentum_(fit.optimizers, nodes.average)
         copy_to_low_(pairs)
         for pair in pairs:
             pair.mark_clean()
-        if others := self._other_buffers():
-            assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, others, BROADCAST_BYTES, 0)
+        if others := _other_buffers(fit):
+            broadcast_first_(others)
         nodes.has_own_weights = False
 
-    def _average_all(self) -> None:
+    def _average_all(self, fit: RunningFit) -> None:
         # Collective. All ranks then hold the same, of which one file has all.
-        self._average()
-        self._average_moving_averages()
+        self._average(fit)
+        self._average_moving_averages(fit)
         if self._nodes is not None and self._nodes.has_own_state:
-            step_states = run_status(self.lightning_module.trainer).optimizer_steps
-            agree_on_state_(self.optimizers, step_states, self._nodes.average)
+            agree_on_state_(fit.optimizers, fit.optimizer_steps, self._nodes.average)
             self._nodes.has_own_state = False
 
-    def _average_moving_averages(self) -> None:
+    def _average_moving_averages(self, fit: RunningFit) -> None:
         # Collective. Each node's has followed its own weights; the steps do not need them.
         nodes = self._nodes
         if nodes is not None and nodes.has_own_moving_averages:
-            frozen = self._frozen()
+            frozen = _frozen(fit)
             if frozen:  # a teacher's weights, which user code writes; most are as they were loaded
                 pairs = zip(frozen, nodes.versions, strict=True)
                 is_new = torch.tensor([one._version != seen for one, seen in pairs], device=nodes.average.device)
@@ -206,142 +172,154 @@ class LocalSGDMixin:
                 dist.all_reduce(is_new, dist.ReduceOp.MAX)
                 written = [one for one, is_one in zip(frozen, is_new.tolist(), strict=True) if is_one]
                 nodes.average.average_(written)
-            nodes.average.average_(self._moving_averages())
+            nodes.average.average_(_moving_averages(fit))
             nodes.versions = [one._version for one in frozen]
             nodes.has_own_moving_averages = False
 
-    def _trained_by_name(self) -> dict[str, Tensor]:
-        # The parameters that DDP averages, by name.
-        return {name: one for name, one in self._known_to_ddp() if one.requires_grad}
-
-    def _frozen(self) -> list[Tensor]:
-        known = self._known_to_ddp()
-        return [one.detach() for _, one in known if not one.requires_grad and one.is_floating_point()]
-
-    def _known_to_ddp(self) -> Iterator[tuple[str, Tensor]]:
-        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
-        return (named for named in self.lightning_module.named_parameters() if named[0] not in ignored)
-
-    def _pairs(self) -> list[MasterPair]:
-        masters = masters_of(self.lightning_module)
-        found = () if masters is None else map(masters.pair_of, self._trained_by_name().values())
-        return [pair for pair in found if pair is not None]
-
-    def _weights(self) -> dict[str, Tensor]:
-        # What an optimizer changes, by name: masters where there are some.
-        masters, found = masters_of(self.lightning_module), {}
-        for name, parameter in self._trained_by_name().items():
-            pair = None if masters is None else masters.pair_of(parameter)
-            found[name] = (parameter if pair is None else pair.master).detach()
-        return found
-
-    def _statistics(self) -> list[Tensor]:
-        return _statistics_of(self.lightning_module) if self._broadcasts_buffers else []
-
-    def _other_buffers(self) -> list[Tensor]:
-        if not self._broadcasts_buffers:
-            return []
-        averaged = {id(one) for one in self._statistics()}
-        return [one for one in self.model.modules_buffers if id(one) not in averaged]
-
-    @property
-    def _broadcasts_buffers(self) -> bool:
-        # Else each rank keeps its own, as under DDP.
-        return bool(self._ddp_kwargs.get("broadcast_buffers", True))
-
-    def _moving_averages(self) -> list[Tensor]:
-        # Of callbacks such as EMA.
-        kinds = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
-        types = tuple(chain.from_iterable(map(lightning_types, kinds)))
-        callbacks = [one for one in self.lightning_module.trainer.callbacks if isinstance(one, types)]
-        averages = [getattr(one, "_average_model", None) for one in callbacks]
-        models = [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
-        tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in models)
-        return [one.detach() for one in tensors if one.is_floating_point()]
-
     # ---- outer step ------------------------------------------------------------------------------------------------
 
-    def _new_outer_step(self, steps: LocalSteps) -> OuterStep:
-        weights = self._weights()
-        outer = OuterStep(list(weights.values()), lr=steps.outer_lr, momentum=steps.outer_momentum)
-        saved, self._outer_momentum = self._outer_momentum, None
+    def _new_outer_step(self, fit: RunningFit) -> OuterStep:
+        weights = _weights(fit)
+        outer = OuterStep(list(weights.values()), lr=self.steps.outer_lr, momentum=self.steps.outer_momentum)
+        saved, self._loaded_momentum = self._loaded_momentum, None
         for name, momentum in zip(weights, outer.momenta, strict=False):  # there is none without momentum
             if saved is not None and name in saved:
                 momentum.copy_(saved[name])
         return outer
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with the momentum of the outer step."""
+    def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
+        """Add the momentum of the outer step."""
         outer = None if self._nodes is None else self._nodes.outer
-        if outer is not None and outer.momenta and "optimizer_states" in checkpoint:
-            checkpoint[OUTER_MOMENTUM] = dict(zip(self._trained_by_name(), outer.momenta, strict=True))
-        elif self._outer_momentum is not None and "optimizer_states" in checkpoint:  # resumed, and not yet trained
-            checkpoint[OUTER_MOMENTUM] = self._outer_momentum
-        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if outer is not None and outer.momenta:
+            checkpoint[OUTER_MOMENTUM] = dict(zip(_trained_by_name(fit), outer.momenta, strict=True))
+        elif self._loaded_momentum is not None:  # resumed, and not yet trained
+            checkpoint[OUTER_MOMENTUM] = self._loaded_momentum
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load as DDP; keep the momentum of the outer step until training begins."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self._local_steps is not None:
-            self._outer_momentum = checkpoint.get(OUTER_MOMENTUM)
+    def load(self, fit: RunningFit, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the momentum of the outer step until training begins; all nodes have loaded the same."""
+        self._loaded_momentum = checkpoint.get(OUTER_MOMENTUM)
         if self._nodes is not None:  # within a fit, as LearningRateFinder does
-            assert self._engine is not None
-            self._nodes.join(self.model, self._engine)
-        return checkpoint
+            self._nodes.join(fit.wrapped, fit.engine)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, of the average. Collective while nodes train on their own."""
-        if self._ending_error is None:  # else others do not come: what this node has is better than nothing
-            self._average_all()
-        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
-        return state
+    @contextmanager
+    def reading_module(self, fit: RunningFit) -> Iterator[None]:
+        """Read the state of the average. Collective while nodes train on their own."""
+        if fit.failures.ending_error is None:  # else others do not come: what this node has is better than nothing
+            self._average_all(fit)
+        yield
+
+    # ---- hooks of the loop -----------------------------------------------------------------------------------------
+
+    def before_validation(self, fit: RunningFit) -> None:
+        """Validate the average. Collective."""
+        self._average(fit)
+        self._average_moving_averages(fit)
+
+    def before_train_end(self, fit: RunningFit) -> None:
+        """Let hooks at the end of training see the average. Collective."""
+        self._average_all(fit)
+
+    def status(self) -> dict[str, Any]:
+        """Return the ranks that skip the same steps, and those that hold the same now, where not all do."""
+        nodes = self._nodes
+        if nodes is None:
+            return {}
+        return {"verdict_group": nodes.group, "node_group": nodes.group if nodes.has_own_state else None}
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _equal_ranks(self) -> dist.ProcessGroup | None:
-        # Those that hold the same now; None: all.
-        return self._nodes.group if self._nodes is not None and self._nodes.has_own_state else None
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Report as DDP; the ranks of this node learn of it as well."""
+    def failed(self, fit: FitContext, error: BaseException) -> None:
+        """Let the ranks of this node know."""
         if self._nodes is not None and self._nodes.is_apart:
             failure = self._nodes.node_engine.failure
-            self._nodes.node_engine.abort(f"{type(exception).__name__}: {exception}")
-            if failure and failure in str(exception):
-                exception.add_note(f"In sums within a node its ranks, here {list(self._topology.node)}, count from 0.")
-        super().on_exception(exception)  # type: ignore[misc]
+            self._nodes.node_engine.abort(f"{type(error).__name__}: {error}")
+            if failure and failure in str(error):
+                error.add_note(f"In sums within a node its ranks, here {list(fit.topology.node)}, count from 0.")
 
-    def teardown(self) -> None:
-        """Tear down as DDP, and free the groups of the nodes."""
-        nodes, self._nodes, self._outer_momentum = self._nodes, None, None
-        try:
-            if nodes is not None:
-                if (callbacks := self.lightning_module.trainer.callbacks).count(self._averages_first):
-                    callbacks.remove(self._averages_first)
-                self._averages_first = None
-                nodes.node_engine.close()
-                # On CUDA a failure has aborted all communicators.
-                has_aborted = self.root_device.type == "cuda" and bool(
-                    nodes.node_engine.failure or (self._engine is not None and self._engine.failure)
-                )
-                (forget if has_aborted else destroy)(nodes.group)
-        finally:
-            super().teardown()  # type: ignore[misc]
+    def end(self, fit: RunningFit, error: BaseException | None) -> None:
+        """Free the groups of the nodes."""
+        nodes, self._nodes, self._loaded_momentum = self._nodes, None, None
+        if self._ignored in warnings.filters:
+            warnings.filters.remove(self._ignored)  # type: ignore[attr-defined]
+        if nodes is not None:
+            nodes.node_engine.close()
+            failure = nodes.node_engine.failure or fit.engine.failure
+            end_group(nodes.group, is_aborted=fit.device.type == "cuda" and bool(failure))
 
 
-def _averages_first(strategy: Any) -> Any:
-    # A callback of whichever Lightning runs: hooks of a strategy come after those of callbacks, which swap weights, and
-    # of the module, which may export them.
-    def average(self: Any, trainer: Any, pl_module: Any) -> None:
-        strategy._average()
-        strategy._average_moving_averages()
+def _new_nodes(steps: LocalSteps, fit: RunningFit) -> IndependentNodes:
+    group = new_node_group(fit.topology, timeout=fit.timeout, desc="nodes")
+    replicas = ReplicaSets(world=fit.topology, sets=fit.topology.nodes)
+    node_engine = CommEngine(
+        topology=replicas.own,
+        plan=fit.plan,
+        timeout=fit.timeout,
+        device=fit.device,
+        trace=fit.engine.trace,
+        replicas=replicas,
+        group=group,
+    )
+    return IndependentNodes(steps, engine=fit.engine, node_engine=node_engine, group=group, hook_state=fit.hook_state)
 
-    methods = {
-        "on_validation_start": average,
-        "on_train_end": lambda self, trainer, pl_module: strategy._average_all(),
-    }
-    return type("AveragesFirst", lightning_types("pytorch.callbacks.Callback"), methods)()
+
+# ---- what is averaged ------------------------------------------------------------------------------------------------
+
+
+def _trained_by_name(fit: FitContext) -> dict[str, Tensor]:
+    # The parameters that DDP averages, by name.
+    return {name: one for name, one in _known_to_ddp(fit) if one.requires_grad}
+
+
+def _frozen(fit: RunningFit) -> list[Tensor]:
+    return [one.detach() for _, one in _known_to_ddp(fit) if not one.requires_grad and one.is_floating_point()]
+
+
+def _known_to_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
+    ignored = set(getattr(fit.module, "_ddp_params_and_buffers_to_ignore", ()))
+    return (named for named in fit.module.named_parameters() if named[0] not in ignored)
+
+
+def _pairs(fit: RunningFit) -> list[MasterPair]:
+    masters = masters_of(fit.module)
+    found = () if masters is None else map(masters.pair_of, _trained_by_name(fit).values())
+    return [pair for pair in found if pair is not None]
+
+
+def _weights(fit: RunningFit) -> dict[str, Tensor]:
+    # What an optimizer changes, by name: masters where there are some.
+    masters, found = masters_of(fit.module), {}
+    for name, parameter in _trained_by_name(fit).items():
+        pair = None if masters is None else masters.pair_of(parameter)
+        found[name] = (parameter if pair is None else pair.master).detach()
+    return found
+
+
+def _broadcasts_buffers(fit: RunningFit) -> bool:
+    # Else each rank keeps its own, as under DDP.
+    return bool(fit.ddp_options.get("broadcast_buffers", True))
+
+
+def _statistics(fit: RunningFit) -> list[Tensor]:
+    return _statistics_of(fit.module) if _broadcasts_buffers(fit) else []
+
+
+def _other_buffers(fit: RunningFit) -> list[Tensor]:
+    if not _broadcasts_buffers(fit):
+        return []
+    averaged = {id(one) for one in _statistics(fit)}
+    buffers: list[Tensor] = fit.wrapped.modules_buffers
+    return [one for one in buffers if id(one) not in averaged]
+
+
+def _moving_averages(fit: RunningFit) -> list[Tensor]:
+    # Of callbacks such as EMA.
+    kinds = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
+    types = tuple(chain.from_iterable(map(lightning_types, kinds)))
+    callbacks = [one for one in fit.trainer.callbacks if isinstance(one, types)]
+    averages = [getattr(one, "_average_model", None) for one in callbacks]
+    models = [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
+    tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in models)
+    return [one.detach() for one in tensors if one.is_floating_point()]
 
 
 def _statistics_of(module: nn.Module) -> list[Tensor]:

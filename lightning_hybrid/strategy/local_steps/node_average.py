@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.codec.block_format import num_blocks_of
-from lightning_hybrid.strategy.shard_update.shard_pairs import flattened, has_gaps
+from lightning_hybrid.placement import flattened, has_gaps
 
 # Elements of a chunk, of which two are in memory: 32 MiB in fp32.
 CHUNK_NUMEL = 1 << 22

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from lightning_hybrid.comm import CommEngine, HookState
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.options import LocalSteps
-
-BROADCAST_BYTES = 25 * 2**20
 
 
 class IndependentNodes:
@@ -69,4 +68,4 @@ class IndependentNodes:
 
 
 def _broadcast_in_node(group: dist.ProcessGroup, buffers: Mapping[str, Tensor]) -> None:
-    dist._broadcast_coalesced(group, list(buffers.values()), BROADCAST_BYTES, 0)
+    broadcast_first_(list(buffers.values()), group)

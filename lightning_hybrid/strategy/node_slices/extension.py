@@ -1,17 +1,19 @@
-"""The strategy's side of `node_slices`: from the cut, before optimizers are made, to whole layers at the end."""
+"""`node_slices` as an extension: from the cut, before optimizers are made, to whole layers at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
 from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.averaging import masters_of
+from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import (
     in_callbacks,
     in_module,
@@ -20,159 +22,135 @@ from lightning_hybrid.strategy.compatibility import (
     in_precision,
     refuse_excluded,
 )
-from lightning_hybrid.strategy.node_slices.norm_clipping import clip_by_norm_over_slices
+from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.node_slices.refusals import refuse_layers, refuse_unknown_names, without_odd_heads
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit, requested_layers
 
 
-class SlicesMixin:
-    """Strategy mixin: in a fit, cut the layers that a network names in `node_slices` over the ranks of a node.
+def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExtension | None:
+    """Make the extension; None, with a warning, where nothing is to be cut. `asked`: by options, as of `in_options`.
+
+    Raises:
+        ValueError: options, callbacks, nodes or layers do not fit.
+    """
+    module, topology, layers = fit.module, fit.topology, requested_layers(fit.module)
+    asked = {**asked, "node slices": f"`node_slices` (={layers})"}
+    refuse_excluded(asked | in_precision(fit.precision) | in_module(module))
+    refuse_unknown_names(module, layers)
+    cut = [module.get_submodule(name) for names in layers for name in names]
+    refuse_excluded(asked | in_callbacks(fit.trainer.callbacks, cut=cut) | in_nodes(topology))
+    if topology.ranks_per_node == 1:
+        rank_zero_warn(
+            f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
+            "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
+            "share one)."
+        )
+        return None
+    layers = without_odd_heads(module, layers, num_slices=len(topology.node))
+    refuse_layers(module, layers, num_slices=len(topology.node))
+    return NodeSlicesExtension(layers) if layers else None
+
+
+class NodeSlicesExtension(FitExtension):
+    """Cuts the layers that a network names in `node_slices` over the ranks of a node.
 
     Validation within the fit computes with whole weights, from the start of its epoch to its last hook: ranks may have
     any number of images and batches, and one may run the module alone. Other runs of the trainer find whole layers.
     """
 
-    # It derives from nothing: `super()` is the strategy that stands after it in the class line, `DDPStrategy`.
+    def __init__(self, layers: list[tuple[str, ...]]) -> None:
+        self._layers = layers
+        self._slices: SlicedFit | None = None  # from the cut to the end
 
-    _slices: SlicedFit | None = None
-    _whole_in_validation: Any = None
-    _has_failed = False
-    _asked: dict[str, str]
-    _comm_dtype: torch.dtype | None
-    _averaged_parameters: set[int] | None
-    _ddp_kwargs: dict[str, Any]
-    _timeout: Any
-    _masters: Any
-    _half: Any
-    _discover_topology: Any
-    model: Any
-    optimizers: list[Optimizer]
-    precision_plugin: Any
-    lightning_module: Any
-    _refuse_to_save_alone: Any
+    @property
+    def _cut(self) -> SlicedFit:
+        assert self._slices is not None
+        return self._slices
 
-    def model_to_device(self) -> None:
-        """Move the module; in a fit, cut layers before optimizers are made of them."""
-        super().model_to_device()  # type: ignore[misc]
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit":
-            self._begin_slicing()
-
-    def _begin_slicing(self) -> None:
-        module = self.lightning_module
-        if not (layers := requested_layers(module)):
-            return
-        callbacks = module.trainer.callbacks
-        asked = {**self._asked, "node slices": f"`node_slices` (={layers})"}
-        refuse_excluded(asked | in_precision(self.precision_plugin) | in_module(module))
-        refuse_unknown_names(module, layers)
-        cut = [module.get_submodule(name) for names in layers for name in names]
-        refuse_excluded(asked | in_callbacks(callbacks, cut=cut))
-        topology: Topology = self._discover_topology()
-        refuse_excluded(asked | in_nodes(topology))
-        if topology.ranks_per_node == 1:
-            rank_zero_warn(
-                f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
-                "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
-                "share one)."
-            )
-            return
-        if not (layers := without_odd_heads(module, layers, num_slices=len(topology.node))):
-            return
-        refuse_layers(module, layers, num_slices=len(topology.node))
+    def before_optimizers(self, fit: FitContext) -> None:
+        """Cut the layers. Collective."""
         averaging = lightning_types("pytorch.callbacks.WeightAveraging")
-        averages = [one._average_model for one in callbacks if isinstance(one, averaging)]
+        averages = [one._average_model for one in fit.trainer.callbacks if isinstance(one, averaging)]
         self._slices = SlicedFit(
-            module,
-            layers,
+            fit.module,
+            self._layers,
             averages=[average.module for average in averages if average is not None],
-            topology=topology,
-            timeout=self._timeout,
-            is_synced=not self._ddp_kwargs.get("init_sync", True),
+            topology=fit.topology,
+            timeout=fit.timeout,
+            is_synced=not fit.ddp_options.get("init_sync", True),
         )
-        rank_zero_info(f"slices: {', '.join(self._slices.names)} over the {len(topology.node)} ranks of each node")
-        self._whole_in_validation = _whole_in_validation(self._slices)
-        callbacks.append(self._whole_in_validation)  # last: an average is swapped in where validation begins
+        rank_zero_info(f"slices: {', '.join(self._cut.names)} over the {len(fit.topology.node)} ranks of each node")
 
-    def _connect_slices(self) -> None:
+    def after_setup(self, fit: RunningFit) -> None:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
-        if self._slices is None:
-            return
-        refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(self.optimizers, of=self._slices))
-        if self._averaged_parameters is not None:
-            self._averaged_parameters -= self._slices.frozen  # DDP ignores all: what is unfrozen later is to be refused
-        self._slices.connect(
-            self.optimizers,
-            self._masters,
-            comm_dtype=self._comm_dtype,
+        slices, wrapped = self._cut, fit.wrapped
+        refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(fit.optimizers, of=slices))
+        self._averaged = {id(parameter) for parameter in fit.module.parameters()} - slices.frozen
+        slices.connect(
+            fit.optimizers,
+            masters_of(fit.module),
+            comm_dtype=fit.hook_state.comm_dtype,
             # DDP's own flag: False between the batches of one step.
-            averages=lambda: bool(getattr(self.model, "require_backward_grad_sync", True)),
+            averages=lambda: bool(wrapped.require_backward_grad_sync),
         )
-        if self._half is not None:
-            self._half.connect_stages(self._slices.largest)
-        clip = partial(clip_by_norm_over_slices, slices=self._slices, group=self._slices.node)
-        self.precision_plugin.clip_grad_by_norm = clip
+        _connect_stages(fit, slices.largest)
+        clip = partial(clip_by_norm_over_slices, slices=slices, group=slices.node)
+        fit.precision.clip_grad_by_norm = clip
 
-    def on_validation_end(self) -> None:
-        """Compute with slices again: here, as this hook comes after those of callbacks and module."""
-        if self._slices is not None:
-            self._slices.drop()
-        super().on_validation_end()  # type: ignore[misc]
+    def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
+        """Step, unless a slice was unfrozen: DDP ignores all."""
+        refuse_what_is_not_averaged(optimizer, self._averaged, fit.module)
+        return run()
+
+    def in_validation(self, fit: RunningFit) -> None:
+        """Compute with whole layers, of the average while one is swapped in. Collective."""
+        self._cut.gather()
+
+    def after_validation(self, fit: RunningFit) -> None:
+        """Compute with slices again."""
+        self._cut.drop()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, with whole layers on every rank. Collective where layers are cut."""
-        if self._slices is not None:
-            self._refuse_to_save_alone("`node_slices`", "layers are cut over the ranks of the node")
-            self._slices.is_saving = True
+    @contextmanager
+    def reading_module(self, fit: RunningFit) -> Iterator[None]:
+        """Let the module's state have whole layers on every rank. Collective."""
+        fit.failures.refuse_to_save_alone("`node_slices`", "layers are cut over the ranks of the node")
+        self._cut.is_saving = True
         try:
-            state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+            yield
         finally:
-            if self._slices is not None:
-                self._slices.is_saving = False
-        return state
+            self._cut.is_saving = False
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state as DDP, whole on every rank. Collective where layers are cut."""
-        state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
-        return state if self._slices is None else self._slices.whole_state(state, optimizer)
+    def optimizer_state(self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state, whole on every rank. Collective."""
+        return self._cut.whole_state(state, optimizer)
 
-    def _with_own_slices(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's slices of optimizer state."""
-        if self._slices is None:
-            return checkpoint
-        each = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
-        return {**checkpoint, "optimizer_states": [self._slices.cut_state(*one) for one in each]}
+    def loading(
+        self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        """Load this rank's slices."""
+        return nullcontext(self._cut.cut_state(state, optimizer))
+
+    def status(self) -> dict[str, Any]:
+        """Return how to read this rank's slices alone."""
+        return {} if self._slices is None else {"own_state": self._slices.own_state}
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Note that other ranks do not come any more."""
-        self._has_failed = True
-        super().on_exception(exception)  # type: ignore[misc]
+    def end(self, fit: RunningFit, error: BaseException | None) -> None:
+        """Note whether the groups are there to be waited for."""
+        self._cut.is_aborted = fit.device.type == "cuda" and bool(fit.engine.failure)
 
-    def teardown(self) -> None:
+    def put_back(self, fit: FitContext, error: BaseException | None) -> None:
         """Make layers and optimizer state whole again on every rank, unless the run has failed."""
-        slices, self._slices, has_failed, self._has_failed = self._slices, None, self._has_failed, False
-        try:
-            if slices is not None:
-                self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-                if self._half is not None:
-                    self._half.connect_stages(None)
-                if (callbacks := self.lightning_module.trainer.callbacks).count(self._whole_in_validation):
-                    callbacks.remove(self._whole_in_validation)
-                self._whole_in_validation = None
-                slices.end(self.optimizers, is_whole=not has_failed)
-        finally:
-            super().teardown()  # type: ignore[misc]
+        slices, self._slices = self._slices, None
+        vars(fit.precision).pop("clip_grad_by_norm", None)
+        _connect_stages(fit, None)
+        if slices is not None:
+            slices.end(fit.optimizers, is_whole=error is None)
 
 
-def _whole_in_validation(slices: SlicedFit) -> Any:
-    # A callback of whichever Lightning runs, and the last: it gathers once an average has been swapped in, and again
-    # once it is swapped out, as the module's own hook and those at the end of validation find the weights of the fit.
-    kinds: tuple[Any, ...] = lightning_types("pytorch.callbacks.Callback")
-    methods = {
-        "on_validation_epoch_start": lambda self, trainer, pl_module: slices.gather(),
-        "on_validation_epoch_end": lambda self, trainer, pl_module: slices.gather(),
-    }
-    return type("WholeLayersInValidation", kinds, methods)()
+def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:
+    if hasattr(fit.precision, "connect_stages"):
+        fit.precision.connect_stages(largest)

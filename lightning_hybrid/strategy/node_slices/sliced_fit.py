@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group, own_group
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
-from lightning_hybrid.placement import Part
+from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
 from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 from lightning_hybrid.precision.skipped_steps import parameters_of
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
-
-_BROADCAST_BYTES = 25 * 2**20
 
 # How long the ranks of a node may come to a user's `state_dict()` one after another. Our choice: what they do between
 # two collectives takes less, and a call on one rank alone is to be an error before its user looks for another cause.
@@ -45,7 +44,7 @@ def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], group: dist.ProcessGroup) -> list[Any]:
-    """Cut layers of `module` over a group, in place; return them."""
+    """Put cut layers in the place of those of `module`, over a group; return them."""
     from lightning_hybrid.strategy.node_slices.sliced_linear import (  # here: only a run that cuts needs it
         ColumnSlicedLinear,
         RankNumbers,
@@ -58,10 +57,10 @@ def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], group: dist.Proce
         some: list[Any] = [module.get_submodule(name) for name in names]
         kinds = (SlicedHead,) if len(some) == 1 else (ColumnSlicedLinear, RowSlicedLinear)
         numbers = RankNumbers() if len(some) == 2 else None
-        for layer, kind in zip(some, kinds, strict=True):
-            kind.cut_(layer, group=group)
-            layer.numbers = numbers
-        found += some
+        for name, layer, kind in zip(names, some, kinds, strict=True):
+            found.append(cut := kind.cut_(layer, group=group))
+            cut.numbers = numbers
+            module.set_submodule(name, cut)
     return found
 
 
@@ -71,7 +70,7 @@ class SlicedFit:
     Collective: every rank must construct it. Whole layers become those of rank zero first, as DDP makes them.
 
     Args:
-        module: Its layers are cut in place; parameters stay the same objects.
+        module: Its layers are replaced; parameters stay the same objects.
         layers: Names in `module`, as of `requested_layers`.
         averages: Copies of `module`, cut in the same way.
         topology: With nodes of equal size.
@@ -92,17 +91,16 @@ class SlicedFit:
         names = [name for some in layers for name in some]
         if not is_synced:
             wholes = [p.detach() for name in names for p in module.get_submodule(name).parameters()]
-            assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, wholes, _BROADCAST_BYTES, 0)
+            broadcast_first_(wholes)
         self.topology, self.names = topology, names
-        nodes = [list(node) for node in topology.nodes]
-        self.node: Any = cast("Any", dist.new_subgroups_by_enumeration(nodes, timeout=timeout)[0])
+        self.node = new_node_group(topology, timeout=timeout, desc="slices")
         self.across: Any = None
         if topology.num_nodes > 1:
-            places = [list(ranks) for ranks in topology.partition("across")]
-            self.across = dist.new_subgroups_by_enumeration(places, timeout=timeout)[0]
-        self._layers = cut_(module, layers, self.node)
-        self._all_layers = [*self._layers, *(one for each in averages for one in cut_(each, layers, self.node))]
+            self.across = own_group(topology.partition("across"), timeout=timeout, desc="equal slices")
+        self.is_aborted = False  # whether a failure has ended the groups
+        self._wholes = [(each, name, each.get_submodule(name)) for each in (module, *averages) for name in names]
+        self._all_layers = [one for each in (module, *averages) for one in cut_(each, layers, self.node)]
+        self._layers = self._all_layers[: len(names)]
         self._cut: dict[int, tuple[Any, str]] = {}  # by id of a parameter: its layer, and its name there
         ignored = []
         for prefix, layer in zip(names, self._layers, strict=True):
@@ -110,10 +108,8 @@ class SlicedFit:
                 if (parameter := getattr(layer, name)) is not None:
                     self._cut[id(parameter)] = layer, name
                     ignored.append(f"{prefix}.{name}")
-        self._module, self._ignored_before = module, getattr(module, "_ddp_params_and_buffers_to_ignore", None)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, [*(self._ignored_before or ()), *ignored]
-        )
+        self._lent = ExitStack()
+        self._lent.enter_context(ignored_by_ddp(module, ignored))
         self._gradients: SliceGradients | None = None
         self.is_saving = False  # the strategy, which does so on all ranks, however late one is
         self._num_states = 0
@@ -155,7 +151,7 @@ class SlicedFit:
                 part = Part(numel=parameter.numel(), begin=0, end=parameter.numel())
                 pair = None if masters is None else masters.pair_of(parameter)
                 parts |= {parameter: part} if pair is None else {parameter: part, pair.master: part}
-            optimizer.parts, optimizer.add_up_ = parts, self.add_up_  # type: ignore[attr-defined]
+            self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_))
 
     @property
     def frozen(self) -> set[int]:
@@ -213,29 +209,24 @@ class SlicedFit:
 
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return a state dict of `optimizer` with whole tensors, on every rank. Collective."""
-        return self._changed(state, optimizer, self._whole_entry)
+        return with_entries(state, optimizer, self._whole_entry)
 
     def cut_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return a whole state dict with the slices of this rank."""
-        return self._changed(state, optimizer, self._own_entry)
+        return with_entries(state, optimizer, self._own_entry)
 
-    def _changed(self, state: Mapping[str, Any], optimizer: Optimizer, change: Callable[..., Any]) -> dict[str, Any]:
-        indices = [index for group in state["param_groups"] for index in group["params"]]
-        parameters = dict(zip(indices, parameters_of(optimizer), strict=False))
-        entries = {
-            index: change(entry, parameters[index]) if id(parameters.get(index)) in self._cut else entry
-            for index, entry in state["state"].items()
-        }
-        return {**state, "state": entries}
-
-    def _whole_entry(self, entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def _whole_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        if id(parameter) not in self._cut:
+            return entry
         layer, name = self._cut[id(parameter)]
         return {
             key: layer.whole_of(name, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
             for key, value in entry.items()
         }
 
-    def _own_entry(self, entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def _own_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        if id(parameter) not in self._cut:
+            return entry
         layer, name = self._cut[id(parameter)]
         shape = (layer.out_features, layer.in_features) if name == "weight" else (layer.out_features,)
         return {
@@ -256,25 +247,19 @@ class SlicedFit:
             if is_whole:
                 self._make_whole(optimizers)
         finally:
-            for optimizer in optimizers:
-                optimizer.__dict__.pop("parts", None)
-                optimizer.__dict__.pop("add_up_", None)
-            if self._ignored_before is None:
-                del self._module._ddp_params_and_buffers_to_ignore
-            else:
-                self._module._ddp_params_and_buffers_to_ignore = self._ignored_before
-            for layer, name in self._cut.values():
-                getattr(layer, name).__dict__.pop("_ddp_ignored", None)
+            self._lent.close()
             for group in (self.node, self.across):
                 if group is not None:
-                    dist.destroy_process_group(group)
+                    end_group(group, is_aborted=self.is_aborted)
 
     def _make_whole(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
                 if id(parameter) in self._cut and parameter in optimizer.state:
-                    optimizer.state[parameter] = self._whole_entry(optimizer.state[parameter], parameter)
+                    optimizer.state[parameter] = self._whole_entry(parameter, optimizer.state[parameter])
         for layer in self._all_layers:
             for parameter in layer.parameters():
                 parameter.grad = None
             layer.make_whole_()
+        for module, name, layer in self._wholes:
+            module.set_submodule(name, layer)

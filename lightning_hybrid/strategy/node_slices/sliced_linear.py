@@ -58,10 +58,11 @@ class SlicedLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def cut_(cls, layer: Any, *, group: dist.ProcessGroup) -> None:
-        """Make an `nn.Linear` with the same values on every rank one of this class, in place.
+    def cut_(cls, layer: nn.Linear, *, group: dist.ProcessGroup) -> SlicedLinear:
+        """Cut an `nn.Linear`, which has the same values on every rank; return what is to stand in its place.
 
-        Modules, parameters and hooks stay the same objects.
+        Both share their attributes: parameters and hooks stay the same objects, and who calls the old layer, which may
+        be in a list of the user's, calls this one.
 
         Args:
             layer: The whole layer.
@@ -75,18 +76,21 @@ class SlicedLinear(nn.Module):
                 f"`{('out_features', 'in_features')[cls.dim]}` (={features}) must be a multiple of the {size} ranks "
                 f"of the group: each holds as many. The next that fits is {-(-features // size) * size}."
             )
-        layer.__class__, layer.slice_group = cls, group
-        for name, parameter in layer._slices():
-            parameter.data = layer.own_of(name, parameter.detach())
+        cut = cls.__new__(cls)
+        object.__setattr__(cut, "__dict__", vars(layer))
+        cut.slice_group = group
+        vars(cut)["forward"] = cut.forward
+        for name, parameter in cut._slices():
+            parameter.data = cut.own_of(name, parameter.detach())
+        return cut
 
     @torch.no_grad()
     def make_whole_(self) -> None:
-        """Make it an `nn.Linear` again, with whole parameters. In place, collective."""
+        """Make the parameters whole, for the layer that was cut. In place, collective."""
         for name, parameter in self._slices():
             parameter.data = self.whole_of(name, parameter.detach())
-        for name in ("slice_group", "numbers", "gathered", "is_own_state"):
-            self.__dict__.pop(name, None)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        for name in ("forward", "slice_group", "numbers", "gathered", "is_own_state"):
+            vars(self).pop(name, None)
 
     def _slices(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, parameter) for name in self.sliced if (parameter := getattr(self, name)) is not None)

@@ -12,31 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.placement import Part
+from lightning_hybrid.placement import Part, flattened
 from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights
-
-
-def flattened(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor` as one row, in the order in which `like` (of its shape) has them in memory.
-
-    A view where both have one order and no gaps, else a copy.
-
-    >>> like = torch.zeros(2, 3).T
-    >>> flattened(torch.arange(6).view(3, 2), like)
-    tensor([0, 2, 4, 1, 3, 5])
-    """
-    by_stride = sorted(range(like.dim()), key=like.stride, reverse=True)
-    return tensor.detach().permute(by_stride).reshape(-1)
-
-
-def has_gaps(tensor: Tensor) -> bool:
-    """Return whether memory lies between the elements, or elements share some.
-
-    >>> has_gaps(torch.zeros(4, 3).T), has_gaps(torch.zeros(4, 3)[:, :2])
-    (False, True)
-    """
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return not tensor.permute(by_stride).is_contiguous()
 
 
 class _Shard(MasterPair):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,19 +12,20 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
 from lightning_hybrid.lightning_names import is_overridden
-from lightning_hybrid.placement import BLOCK, is_split, spans
+from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     grads_are_observed,
     supports_fused_master_step,
+    temporary_attributes,
 )
 from lightning_hybrid.precision.skipped_steps import parameters_of
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
-from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut, cut_state_dict
+from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, WeightShards, has_gaps
+from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, WeightShards
 
 
 class ShardedFit:
@@ -50,6 +51,7 @@ class ShardedFit:
         self._cut_parameters(engine.topology)
         self.weights.gather_ = self.exchange.gather_
         self.scatter: GradientScatter | None = None
+        self._lent = ExitStack()
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
                 pair = self.part_pair_of(parameter)
@@ -57,8 +59,8 @@ class ShardedFit:
                     optimizer.state[parameter] = cut(optimizer.state[parameter], pair)
             if hasattr(optimizer, "parts"):
                 pairs = [pair for pair in self.weights.of(optimizer) if isinstance(pair, MasterShard | WeightShard)]
-                optimizer.parts = {pair.master: pair.part for pair in pairs}
-                optimizer.add_up_ = self.exchange.add_up_  # type: ignore[attr-defined]
+                parts = {pair.master: pair.part for pair in pairs}
+                self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_))
         self._direct_steps: list[DirectSteps] = []
         self._step: MasterStep | None = None
         if masters is None:
@@ -179,11 +181,14 @@ class ShardedFit:
 
     def state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of `optimizer` with whole tensors, on rank zero. Collective."""
-        return collected_state_dict(state, optimizer, self.weights.pair_of, self.exchange)
+        return collected_state_dict(state, optimizer, self.part_pair_of, self.exchange)
 
-    def cut_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a whole state dict with this rank's parts."""
-        return cut_state_dict(state, optimizer, self.weights.pair_of)
+    @contextmanager
+    def loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield this rank's parts of a whole state dict; parts without masters stand in the optimizer meanwhile."""
+        parts = with_entries(state, optimizer, lambda parameter, entry: cut(entry, self.part_pair_of(parameter)))
+        with nullcontext() if self.has_masters else self.weights.swapped_in(optimizer):
+            yield parts
 
     def end(self, *, is_whole: bool) -> None:
         """Give the optimizers back what was taken; with `is_whole` masters and state are whole. Collective then."""
@@ -194,9 +199,7 @@ class ShardedFit:
             self.weights.gather_ = None
             for steps in self._direct_steps:
                 steps.remove()
-            for optimizer in self._optimizers:
-                optimizer.__dict__.pop("parts", None)
-                optimizer.__dict__.pop("add_up_", None)
+            self._lent.close()
 
     def _make_whole(self) -> None:
         # State on rank zero alone, where `trainer.save_checkpoint` may still write it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,9 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.battery.as_ddp.case import Plain, Run, barrier, loader
 from tests.battery.as_ddp.checkpoints import Falls
 from tests.battery.as_ddp.trainers import state_of
+from tests.battery.case import Plain, Run, barrier, behaviour, loader, plain_with
 
 
 class Watched(Plain):
@@ -53,27 +54,17 @@ class Backbone(Watched):
 def fitted(make: Callable[[], Any], module: type[Plain] = Watched, **settings: Any) -> Callable[[Run], Any]:
     """A fit with the callback: its state, what was logged, the weights and the files."""
 
-    def behaviour(run: Run) -> Any:
-        callback, model = make(), module()
-        trainer = run.trainer(
-            callbacks=[callback],
-            logger=CSVLogger(run.folder, name="logs", version=0),
-            **{"max_epochs": 4, **settings},
-        )
-        trainer.fit(model, loader(), loader())
+    def seen_by(run: Run) -> Any:
+        callback, logger = make(), CSVLogger(run.folder, name="logs", version=0)
+        known = {"callbacks": [callback], "logger": logger, "max_epochs": 4}
+        trainer, model = run.fit(module(), loader(), loader(), **(known | settings))
         barrier()
         metrics = run.folder / "logs/version_0/metrics.csv"
-        return [
-            state_of(trainer),
-            getattr(model, "seen", None),
-            model.state_dict(),
-            callback.state_dict(),
-            metrics.read_text() if metrics.exists() and run.precision == "32-true" else None,
-            run.files(),
-            type(callback),
-        ]
+        text = metrics.read_text() if metrics.exists() and run.precision == "32-true" else None
+        seen, states = getattr(model, "seen", None), [model.state_dict(), callback.state_dict()]
+        return [state_of(trainer), seen, *states, text, run.files(), type(callback)]
 
-    return behaviour
+    return seen_by
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -107,45 +98,42 @@ class Unfreezes(callbacks.BaseFinetuning):
             self.unfreeze_and_add_param_group(module.norm, optimizer, lr=0.01)
 
 
+class Keeps(CSVLogger):
+    """Keeps what is logged, and when."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(folder)
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append((metrics, step))
+
+
 def stats(run: Run) -> Any:
     """Names of what DeviceStatsMonitor logs; the values are a test's own."""
-    names: list[Any] = []
-
-    class Names(CSVLogger):
-        def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            names.append((sorted(metrics), step))
-
-    monitor = callbacks.DeviceStatsMonitor(cpu_stats=None)
-    trainer = run.trainer(callbacks=[monitor], logger=Names(run.folder), max_epochs=1)
+    monitor, logger = callbacks.DeviceStatsMonitor(cpu_stats=None), Keeps(run.folder)
     known = mock.patch("lightning.pytorch.callbacks.device_stats_monitor._PSUTIL_AVAILABLE", True)
     with known, mock.patch("lightning.pytorch.accelerators.cpu.get_cpu_stats", return_value={"cpu_percent": 1.0}):
-        trainer.fit(Plain(), loader())
-    return names
+        run.fit(callbacks=[monitor], logger=logger, max_epochs=1)
+    return [(sorted(metrics), step) for metrics, step in logger.rows]
 
 
 def throughput(run: Run) -> Any:
     """With a clock of the test's own, as in tests of users."""
-    seen: list[Any] = []
-
-    class Keeps(CSVLogger):
-        def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            seen.append(({name: value for name, value in metrics.items() if name.startswith("train|")}, step))
-
     monitor = callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
-    ticks = iter(range(1000))
-    trainer = run.trainer(callbacks=[monitor], logger=Keeps(run.folder), max_epochs=2)
+    ticks, logger = iter(range(1000)), Keeps(run.folder)
     with mock.patch("time.perf_counter", side_effect=lambda: float(next(ticks))):
-        trainer.fit(Plain(), loader())
-    return seen, next(ticks)
+        run.fit(callbacks=[monitor], logger=logger)
+    trained = [({name: row[name] for name in row if name.startswith("train|")}, step) for row, step in logger.rows]
+    return trained, next(ticks)
 
 
 def timed(run: Run) -> Any:
     """Timer, with a clock that goes by a minute each time that it is read."""
     minutes = iter(range(0, 60_000, 60))
     timer = callbacks.Timer(duration=timedelta(minutes=5), interval="step")
-    trainer = run.trainer(callbacks=[timer], max_epochs=5)
     with mock.patch("time.monotonic", side_effect=lambda: float(next(minutes))):
-        trainer.fit(Plain(), loader())
+        trainer, _ = run.fit(callbacks=[timer], max_epochs=5)
         elapsed = timer.time_elapsed(), timer.time_remaining(), timer.state_dict()
     return elapsed, state_of(trainer)
 
@@ -153,34 +141,33 @@ def timed(run: Run) -> Any:
 def failing(run: Run) -> Any:
     """OnExceptionCheckpoint."""
 
-    class Fails(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
-                raise LookupError
-            return super().training_step(batch, batch_idx)
+    def fails(self: Any, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise LookupError
+        return Plain.training_step(self, batch, batch_idx)
 
-    trainer = run.trainer(callbacks=[callbacks.OnExceptionCheckpoint(run.folder)], enable_checkpointing=True)
     try:
-        trainer.fit(Fails(), loader())
+        saves = callbacks.OnExceptionCheckpoint(run.folder)
+        run.fit(plain_with(training_step=fails), callbacks=[saves], enable_checkpointing=True)
     except LookupError:
         module = Plain.load_from_checkpoint(run.folder / "on_exception.ckpt")
     return run.files(), module.state_dict()
 
 
 def summary(make: Callable[[], Any]) -> Callable[[Run], Any]:
-    def behaviour(run: Run) -> Any:
+    def seen_by(run: Run) -> Any:
         callback, said = make(), []
         with mock.patch.object(type(callback), "summarize", lambda *given, **more: said.append((given, more))):
-            run.trainer(callbacks=[callback], max_epochs=1).fit(Plain(), loader())
+            run.fit(callbacks=[callback], max_epochs=1)
         return said
 
-    return behaviour
+    return seen_by
 
 
 def shown(make: Callable[[], Any]) -> Callable[[Run], Any]:
     """What a progress bar is told: totals, descriptions and metrics."""
 
-    def behaviour(run: Run) -> Any:
+    def seen_by(run: Run) -> Any:
         seen: list[Any] = []
         bar = make()
 
@@ -189,12 +176,12 @@ def shown(make: Callable[[], Any]) -> Callable[[Run], Any]:
                 metrics = {name: value for name, value in bar.get_metrics(trainer, module).items() if name != "v_num"}
                 seen.append((metrics, bar.total_train_batches, bar.train_description, getattr(bar, "is_enabled", None)))
 
-        trainer = run.trainer(callbacks=[bar, Looks()], max_epochs=1, enable_progress_bar=True)
+        settings = {"callbacks": [bar, Looks()], "max_epochs": 1, "enable_progress_bar": True}
         with mock.patch("sys.stdout"), mock.patch("sys.stderr"):
-            trainer.fit(Plain(), loader(), loader())
+            trainer, _ = run.fit(None, loader(), loader(), **settings)
         return seen, bar.total_val_batches, trainer.progress_bar_callback is bar
 
-    return behaviour
+    return seen_by
 
 
 class Bar(callbacks.ProgressBar):
@@ -206,17 +193,15 @@ class Bar(callbacks.ProgressBar):
 
 
 def batch_size_found(run: Run) -> Any:
-    trainer = run.trainer(callbacks=[callbacks.BatchSizeFinder(max_trials=2)], max_epochs=1)
     try:
-        trainer.fit(Watched(), loader())
+        run.fit(Watched(), callbacks=[callbacks.BatchSizeFinder(max_trials=2)], max_epochs=1)
     except Exception as error:
         return type(error), str(error)
 
 
 def rate_found(run: Run) -> Any:
     finder = callbacks.LearningRateFinder(min_lr=1e-4, max_lr=1e-2, num_training_steps=6)
-    trainer = run.trainer(callbacks=[finder], max_epochs=1)
-    trainer.fit(module := Plain(), loader(4))
+    trainer, module = run.fit(callbacks=[finder], max_epochs=1)
     assert finder.optimal_lr is not None
     return finder.optimal_lr.results, trainer.global_step, module.state_dict()
 
@@ -232,7 +217,7 @@ def called(run: Run) -> Any:
             "on_validation_start on_validation_batch_end on_validation_end on_train_end on_fit_end teardown"
         ).split()
     }
-    run.trainer(callbacks=[callbacks.LambdaCallback(**hooks)]).fit(Plain(), loader(), loader())
+    run.fit(None, loader(), loader(), callbacks=[callbacks.LambdaCallback(**hooks)])
     return calls
 
 
@@ -241,18 +226,17 @@ def pruned(**settings: Any) -> Callable[[], Any]:
 
 
 def spikes(run: Run) -> Any:
-    class Skips(callbacks.SpikeDetection):
-        seen: list[Any] = []
+    seen: list[Any] = []
 
+    class Skips(callbacks.SpikeDetection):
         def on_train_batch_end(self, *given: Any, **more: Any) -> None:
             super().on_train_batch_end(*given, **more)
-            self.seen.append((self.last_val, self.bad_batches))
+            seen.append((self.last_val, list(self.bad_batches)))
 
-    Skips.seen = []
-    spiked = Skips(mode="min", window=2, warmup=2, exclude_batches_path=str(run.folder / "skipped.json"))
-    trainer = run.trainer(callbacks=[spiked], max_epochs=1)
-    trainer.fit(module := Plain(), loader())
-    return Skips.seen, module.state_dict(), run.files()
+    path = str(run.folder / "skipped.json")
+    spiked = Skips(mode="min", window=2, warmup=2, exclude_batches_path=path)
+    _, module = run.fit(callbacks=[spiked], max_epochs=1)
+    return seen, module.state_dict(), run.files()
 
 
 CALLBACKS: dict[str, Callable[[Run], Any]] = {
@@ -283,10 +267,9 @@ CALLBACKS: dict[str, Callable[[Run], Any]] = {
     "EMAWeightAveraging": fitted(lambda: callbacks.EMAWeightAveraging(decay=0.5)),
     "WeightAveraging": fitted(lambda: callbacks.WeightAveraging()),
 }
-BEHAVIOURS = {f"callback_{name}": behaviour for name, behaviour in CALLBACKS.items()}
-BEHAVIOURS["callback_EarlyStopping_on_nan"] = fitted(
-    lambda: callbacks.EarlyStopping("score", check_finite=True, divergence_threshold=0.55), max_epochs=5
-)
-BEHAVIOURS["callback_two_of_a_kind"] = fitted(
-    lambda: callbacks.LearningRateMonitor("epoch"), Falls, enable_checkpointing=True
-)
+for _name, _seen_by in CALLBACKS.items():
+    behaviour(_seen_by, name=f"callback_{_name}", on_one_rank=_name == "OnExceptionCheckpoint")
+on_nan = callbacks.EarlyStopping("score", check_finite=True, divergence_threshold=0.55)
+behaviour(fitted(lambda: copy.deepcopy(on_nan), max_epochs=5), name="callback_EarlyStopping_on_nan")
+two = fitted(lambda: callbacks.LearningRateMonitor("epoch"), Falls, enable_checkpointing=True)
+behaviour(two, name="callback_two_of_a_kind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from argparse import Namespace
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from tests.battery.as_ddp.case import Plain, Run, barrier, loader
+from tests.battery.case import Plain, Run, barrier, behaviour, loader
 
 
 class Falls(Plain):
@@ -55,20 +56,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def kept(name: str) -> Any:
+def fit_with_files(run: Run, *loaders: Any, plugins: Any = None, **options: Any) -> Any:
+    """A fit of three epochs with a ModelCheckpoint of these options: trainer, module, and the callback."""
+    saves = ModelCheckpoint(dirpath=run.folder / "files", **options)
+    settings = {"max_epochs": 3, "callbacks": [saves], "enable_checkpointing": True, "plugins": plugins}
+    return *run.fit(Falls(), *loaders, **settings), saves
+
+
+def kept(options: dict[str, Any], run: Run) -> Any:
     """What a ModelCheckpoint with these options leaves."""
+    _, _, saves = fit_with_files(run, loader(), loader(), **options)
+    files = run.files()
+    links = [file for file in files if os.path.islink(run.folder / file)]
+    content = content_of(run.folder / files[-1]) if files else None
+    chosen = saves.best_model_path, saves.last_model_path, saves.best_model_score
+    return files, links, saves.state_dict(), chosen, content
 
-    def behaviour(run: Run) -> Any:
-        saves = ModelCheckpoint(dirpath=run.folder / "files", **OPTIONS[name])
-        trainer = run.trainer(max_epochs=3, callbacks=[saves], enable_checkpointing=True)
-        trainer.fit(Falls(), loader(), loader())
-        files = run.files()
-        links = [file for file in files if os.path.islink(run.folder / file)]
-        content = content_of(run.folder / files[-1]) if files else None
-        chosen = saves.best_model_path, saves.last_model_path, saves.best_model_score
-        return files, links, saves.state_dict(), chosen, content
 
-    return behaviour
+for _name, _options in OPTIONS.items():
+    behaviour(functools.partial(kept, _options), name=f"kept_{_name}")
 
 
 def content_of(path: Path) -> Any:
@@ -77,12 +83,11 @@ def content_of(path: Path) -> Any:
     return kinds_of({key: value for key, value in saved.items() if "Precision" not in key})
 
 
+@behaviour
 def precision_in_a_file(run: Run) -> Any:
     """Entries of the precision plugin."""
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(Plain(), loader())
-    trainer.save_checkpoint(run.folder / "a.ckpt")
-    return [key for key in torch.load(run.folder / "a.ckpt", weights_only=True) if "Precision" in key]
+    _, _, path = run.saved()
+    return [key for key in torch.load(path, weights_only=True) if "Precision" in key]
 
 
 def kinds_of(value: Any) -> Any:
@@ -93,11 +98,10 @@ def kinds_of(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor | int | str | None) else type(value)
 
 
+@behaviour
 def found_by_name(run: Run) -> Any:
     """`ckpt_path` of "best", "last" and a path, by each method that takes one."""
-    saves = ModelCheckpoint(monitor="score", save_last=True, dirpath=run.folder / "files")
-    trainer = run.trainer(max_epochs=3, callbacks=[saves], enable_checkpointing=True)
-    trainer.fit(module := Falls(), loader(), loader())
+    trainer, module, saves = fit_with_files(run, loader(), loader(), monitor="score", save_last=True)
     seen: list[Any] = []
     for which in ("best", "last", saves.last_model_path):
         seen.append(trainer.validate(module, loader(), ckpt_path=which, verbose=False))
@@ -108,38 +112,29 @@ def found_by_name(run: Run) -> Any:
     return seen, module.state_dict(), trainer.global_step, run.files()
 
 
+@behaviour
 def saved_by_hand(run: Run) -> Any:
-    trainer = run.trainer()
-    trainer.fit(module := Plain(), loader())
-    trainer.save_checkpoint(run.folder / "deep/er/a.ckpt")
-    trainer.save_checkpoint(str(run.folder / "weights.ckpt"), weights_only=True)
-    trainer.save_checkpoint(run.folder / "weights.ckpt", weights_only=True)
-    loaded = Plain.load_from_checkpoint(run.folder / "weights.ckpt", tag="other")
+    trainer, module = run.fit()
+    whole, weights = run.folder / "deep/er/a.ckpt", run.folder / "weights.ckpt"
+    trainer.save_checkpoint(whole)
+    trainer.save_checkpoint(str(weights), weights_only=True)
+    trainer.save_checkpoint(weights, weights_only=True)
+    loaded = Plain.load_from_checkpoint(weights, tag="other")
     files = run.files()
     barrier()
-    trainer.strategy.remove_checkpoint(run.folder / "weights.ckpt")
-    return (
-        files,
-        run.files(),
-        loaded.state_dict(),
-        loaded.hparams,
-        content_of(run.folder / "deep/er/a.ckpt"),
-        module.hparams,
-    )
+    trainer.strategy.remove_checkpoint(weights)
+    return files, run.files(), loaded.state_dict(), loaded.hparams, content_of(whole), module.hparams
 
 
-def resumed_across(first: str | None, second: str | None) -> Any:
+def resumed_across(run: Run, first: str | None = None, second: str | None = None) -> Any:
     """A fit under one strategy goes on under the other; None: the one that is compared."""
+    _, _, path = run.saved(strategy=first or run.strategy)
+    trainer, module = run.fit(start={"ckpt_path": path}, strategy=second or run.strategy)
+    return module.state_dict(), trainer.global_step
 
-    def behaviour(run: Run) -> Any:
-        trainer = run.trainer(max_epochs=1, strategy=first or run.strategy)
-        trainer.fit(Plain(), loader())
-        trainer.save_checkpoint(run.folder / "a.ckpt")
-        trainer = run.trainer(strategy=second or run.strategy)
-        trainer.fit(module := Plain(), loader(), ckpt_path=run.folder / "a.ckpt")
-        return module.state_dict(), trainer.global_step
 
-    return behaviour
+behaviour(functools.partial(resumed_across, first="ddp"), name="resumed_from_ddp")
+behaviour(functools.partial(resumed_across, second="ddp"), name="resumed_by_ddp")
 
 
 @dataclasses.dataclass
@@ -202,6 +197,7 @@ class StatefulData(pl.LightningDataModule):
         self.seen.append(state)
 
 
+@behaviour
 def state_of_everyone(run: Run) -> Any:
     trainer = run.trainer(max_epochs=1, callbacks=[StatefulCallback()])
     trainer.fit(Stateful(more={"a": [1]}), datamodule=StatefulData())
@@ -220,35 +216,31 @@ def state_of_everyone(run: Run) -> Any:
     ]
 
 
+@behaviour
 def types_of_hyper_parameters(run: Run) -> Any:
     """Of types that torch builds with `weights_only=False` only; the test of the plugin has more."""
     values = {"path": Path("a/b"), "names": Namespace(a=1), "sizes": Sizes(2), "dtype": torch.float16}
     warnings.filterwarnings("ignore", "The checkpoint .* holds objects")  # `objects_in_a_checkpoint`
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(module := Stateful(more=values), loader())
-    trainer.save_checkpoint(path := run.folder / "a.ckpt")
+    _, module, path = run.saved(Stateful(more=values))
     found = Stateful.load_from_checkpoint(path, weights_only=False).hparams["more"]
-    trainer = run.trainer()
-    trainer.fit(module, loader(), ckpt_path=path, weights_only=False)
+    trainer, _ = run.fit(module, start={"ckpt_path": path, "weights_only": False})
     return found == values, {name: type(value) for name, value in found.items()}, trainer.global_step
 
 
+@behaviour
 def objects_in_a_checkpoint(run: Run) -> Any:
     """What is said of objects when they are saved, and when they are refused."""
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(module := Stateful(more=Sizes(2)), loader())
-    trainer.save_checkpoint(path := run.folder / "a.ckpt")
+    _, module, path = run.saved(Stateful(more=Sizes(2)))
     try:
-        run.trainer().fit(module, loader(), ckpt_path=path)
+        run.fit(module, start={"ckpt_path": path})
     except Exception as error:
         return type(error)
 
 
+@behaviour
 def damaged_file(run: Run) -> Any:
     """A bit of a weight that has flipped on the disk."""
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(module := Plain(), loader())
-    trainer.save_checkpoint(path := run.folder / "a.ckpt")
+    trainer, module, path = run.saved()
     barrier()
     if trainer.is_global_zero:
         content = bytearray(path.read_bytes())
@@ -256,7 +248,7 @@ def damaged_file(run: Run) -> Any:
         path.write_bytes(content)
     barrier()
     try:
-        run.trainer().fit(Plain(), loader(), ckpt_path=path)
+        run.fit(start={"ckpt_path": path})
     except Exception as error:
         return type(error)
 
@@ -283,42 +275,42 @@ class Counting(TorchCheckpointIO):
         self.calls.append(("teardown",))
 
 
+@behaviour
 def plugin_of_the_user(run: Run) -> Any:
     plugin = Counting()
-    saves = ModelCheckpoint(monitor="score", save_last=True, dirpath=run.folder / "files")
-    trainer = run.trainer(max_epochs=3, callbacks=[saves], enable_checkpointing=True, plugins=[plugin])
-    trainer.fit(Falls(), loader())
+    trainer, _, _ = fit_with_files(run, monitor="score", save_last=True, plugins=[plugin])
     trainer.save_checkpoint(run.folder / "a.ckpt", storage_options={"a": 1})
     trainer.test(Falls(), loader(), ckpt_path=run.folder / "a.ckpt", verbose=False)
     return plugin.calls, run.files()
 
 
+@behaviour
 def asynchronous_plugin(run: Run) -> Any:
-    saves = ModelCheckpoint(monitor="score", save_last=True, dirpath=run.folder / "files")
-    trainer = run.trainer(max_epochs=3, callbacks=[saves], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
-    trainer.fit(module := Falls(), loader())
+    _, module, _ = fit_with_files(run, monitor="score", save_last=True, plugins=[AsyncCheckpointIO()])
     loaded = Falls.load_from_checkpoint(run.folder / "files/last.ckpt")
     return run.files(), loaded.state_dict(), module.state_dict()
 
 
+@behaviour
 def folders_of_loggers(run: Run) -> Any:
     for _ in range(2):
-        trainer = run.trainer(logger=CSVLogger(run.folder, name="logs"), enable_checkpointing=True)
-        trainer.fit(Plain(), loader())
+        trainer, _ = run.fit(logger=CSVLogger(run.folder, name="logs"), enable_checkpointing=True)
         barrier()
     return run.files(), trainer.log_dir, trainer.checkpoint_callback.best_model_path
 
 
+@behaviour
 def two_fits_into_one_folder(run: Run) -> Any:
     seen = []
     for _ in range(2):
         saves = ModelCheckpoint(dirpath=run.folder / "files", filename="same", save_last=True)
-        run.trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True).fit(Plain(), loader())
+        run.fit(max_epochs=1, callbacks=[saves], enable_checkpointing=True)
         seen.append((run.files(), saves.best_model_path, saves.last_model_path))
         barrier()
     return seen
 
 
+@behaviour
 def plugin_by_itself(run: Run) -> Any:
     """save, load, remove and teardown of the plugin, outside of a fit."""
     plugin, seen = run.trainer().strategy.checkpoint_io, []
@@ -338,27 +330,3 @@ def plugin_by_itself(run: Run) -> Any:
         except Exception as error:
             seen.append((type(error), str(error)))
     return seen
-
-
-BEHAVIOURS = {f"kept_{name}": kept(name) for name in OPTIONS}
-BEHAVIOURS |= {
-    "resumed_from_ddp": resumed_across("ddp", None),
-    "resumed_by_ddp": resumed_across(None, "ddp"),
-}
-BEHAVIOURS |= {
-    each.__name__: each
-    for each in (
-        found_by_name,
-        saved_by_hand,
-        precision_in_a_file,
-        state_of_everyone,
-        types_of_hyper_parameters,
-        objects_in_a_checkpoint,
-        damaged_file,
-        plugin_of_the_user,
-        asynchronous_plugin,
-        folders_of_loggers,
-        two_fits_into_one_folder,
-        plugin_by_itself,
-    )
-}

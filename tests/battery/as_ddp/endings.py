@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import random
@@ -18,124 +19,119 @@ from unittest import mock
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.battery.as_ddp.case import Plain, Run, loader
 from tests.battery.as_ddp.trainers import state_of
+from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
+def step_and(change: Any) -> Any:
+    """A training step after which `change(module, loss, batch_idx)` gives what is returned."""
+    return lambda self, batch, batch_idx: change(self, Plain.training_step(self, batch, batch_idx), batch_idx)
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise LookupError("of the user")
+
+
+@behaviour
 def stopped_by_should_stop(run: Run) -> Any:
-    class Stops(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trainer.should_stop = batch_idx == 1
-            return super().training_step(batch, batch_idx)
+    def stop(self: Any, loss: Any, batch_idx: int) -> Any:
+        self.trainer.should_stop = batch_idx == 1
+        return loss
 
-    trainer = run.trainer(max_epochs=5)
-    trainer.fit(Stops(), loader())
-    return state_of(trainer)
+    return state_of(run.fit(plain_with(training_step=step_and(stop)), max_epochs=5)[0])
 
 
+@behaviour(on_one_rank=True)
 def skipped_by_none(run: Run) -> Any:
-    class Skips(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else Plain.training_step(self, batch, batch_idx)
 
-    trainer = run.trainer()
-    trainer.fit(module := Skips(), loader())
+    trainer, module = run.fit(plain_with(training_step=step))
     return state_of(trainer), module.state_dict()
 
 
+@behaviour
 def stopped_by_minus_one(run: Run) -> Any:
-    class Ends(Plain):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    trainer = run.trainer()
-    trainer.fit(module := Ends(), loader())
+    trainer, module = run.fit(plain_with(on_train_batch_start=lambda self, batch, i: -1 if i == 2 else None))
     return state_of(trainer), module.state_dict()
 
 
-def error_in(hook: str) -> Any:
-    def behaviour(run: Run) -> Any:
-        def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
-            raise LookupError("of the user")
+def error_in(hook: str, run: Run) -> Any:
+    seen: list[Any] = []
 
-        seen: list[Any] = []
+    class Notes(pl.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            seen.append((type(exception), str(exception), state_of(trainer)))
 
-        class Notes(pl.Callback):
-            def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-                seen.append((type(exception), str(exception), state_of(trainer)))
-
-        module = type("Fails", (Plain,), {hook: fails})()
-        trainer = run.trainer(callbacks=[Notes()])
-        try:
-            trainer.fit(module, loader(), loader())
-        except Exception as error:
-            seen.append((type(error), error.args, [type(error.__cause__), error.__suppress_context__]))
-        return seen, state_of(trainer), module._trainer is not None, str(trainer.state)
-
-    return behaviour
-
-
-def notes_of_an_error(run: Run) -> Any:
-    class Fails(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
-                raise LookupError("of the user")
-            return super().training_step(batch, batch_idx)
-
+    module, trainer = plain_with(**{hook: raises}), run.trainer(callbacks=[Notes()])
     try:
-        run.trainer().fit(Fails(), loader())
+        trainer.fit(module, loader(), loader())
+    except Exception as error:
+        seen.append((type(error), error.args, [type(error.__cause__), error.__suppress_context__]))
+    return seen, state_of(trainer), module._trainer is not None, str(trainer.state)
+
+
+for _hook in (
+    "training_step",
+    "validation_step",
+    "configure_optimizers",
+    "on_train_end",
+    "on_save_checkpoint",
+    "setup",
+):
+    behaviour(functools.partial(error_in, _hook), name=f"error_in_{_hook}", on_one_rank=True)
+
+
+@behaviour
+def notes_of_an_error(run: Run) -> Any:
+    fails = step_and(lambda self, loss, batch_idx: raises() if batch_idx == 2 else loss)
+    try:
+        run.fit(plain_with(training_step=fails))
     except Exception as error:
         return len(getattr(error, "__notes__", [])) > 0
 
 
+@behaviour
 def overflow(run: Run) -> Any:
     """What one batch whose loss is infinite leaves."""
-
-    class Overflows(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss * float("inf") if batch_idx == 1 else loss
-
-    run.trainer(max_epochs=1).fit(module := Overflows(), loader())
+    step = step_and(lambda self, loss, batch_idx: loss * float("inf") if batch_idx == 1 else loss)
+    _, module = run.fit(plain_with(training_step=step), max_epochs=1)
     return [bool(torch.isfinite(each).all()) for each in module.parameters()]
 
 
+@behaviour(on_one_rank=True)
 def interrupted(run: Run) -> Any:
-    class Interrupted(Plain):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                raise KeyboardInterrupt
+    def interrupt(self: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
 
     trainer, seen = run.trainer(), []
     try:
-        trainer.fit(Interrupted(), loader())
+        trainer.fit(plain_with(on_train_batch_start=interrupt), loader())
     except BaseException as error:
         seen.append((type(error), getattr(error, "code", None)))
     return seen, state_of(trainer), str(trainer.state), trainer.interrupted
 
 
+@behaviour
 def signals_after_a_fit(run: Run) -> Any:
     before = signal.getsignal(signal.SIGTERM)
-    run.trainer().fit(Plain(), loader())
+    run.fit()
     return signal.getsignal(signal.SIGTERM) is before
 
 
+@behaviour
 def state_of_the_process(run: Run) -> Any:
     """What a fit leaves in it, and what it has drawn of random numbers."""
     environment, threads = set(os.environ), {thread.name for thread in threading.enumerate()}
-    run.trainer().fit(Plain(), loader(), loader())
+    run.fit(None, loader(), loader())
     return [
         sorted(set(os.environ) - environment),
         sorted({thread.name for thread in threading.enumerate()} - threads),
         [torch.get_rng_state().sum(), random.random(), np.random.random()],
-        [
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-        ],
+        [torch.get_default_dtype(), torch.get_num_threads()],
+        [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
         [str(warning) for warning in warnings.filters],
         [len(logging.getLogger(name).handlers) for name in ("lightning.pytorch", "lightning", "torch", "")],
@@ -143,30 +139,30 @@ def state_of_the_process(run: Run) -> Any:
     ]
 
 
+@behaviour
 def copied_within_a_fit(run: Run) -> Any:
     """Of callbacks, of the module and of the trainer, by a callback of the user's."""
     seen: list[Any] = []
 
+    def copies(trainer: pl.Trainer, *_: Any) -> None:
+        callbacks, module = copy.deepcopy(trainer.callbacks), copy.deepcopy(trainer.lightning_module)
+        other = copy.deepcopy(trainer)
+        seen.append(([type(each) for each in callbacks], module.state_dict(), other.global_step))
+        seen.append([type(other), type(other.strategy), len(other.callbacks)])
+
     class Copies(pl.Callback):
-        def copies(self, trainer: pl.Trainer) -> None:
-            callbacks = copy.deepcopy(trainer.callbacks)
-            module = copy.deepcopy(trainer.lightning_module)
-            other = copy.deepcopy(trainer)
-            seen.append(([type(each) for each in callbacks], module.state_dict(), other.global_step))
-            seen.append([type(other), type(other.strategy), len(other.callbacks)])
-
         def on_fit_start(self, trainer: Any, module: Any) -> None:
-            self.copies(trainer)
+            copies(trainer)
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            self.copies(trainer)
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            copies(trainer)
 
-    trainer = run.trainer(callbacks=[Copies()], enable_progress_bar=True, max_epochs=1)
-    trainer.fit(module := Plain(), loader(2))
+    trainer, module = run.fit(None, loader(2), callbacks=[Copies()], enable_progress_bar=True, max_epochs=1)
     copy.deepcopy(trainer)
     return seen, module.state_dict()
 
 
+@behaviour
 def clocks_that_are_mocked(run: Run) -> Any:
     """How often a fit asks each clock of `time` that users replace in tests."""
     counts: dict[str, int] = {}
@@ -182,53 +178,29 @@ def clocks_that_are_mocked(run: Run) -> Any:
     with contextlib.ExitStack() as stack:
         for name in ("perf_counter", "monotonic"):
             stack.enter_context(mock.patch(f"time.{name}", counting(name, getattr(time, name))))
-        run.trainer().fit(Plain(), loader(), loader())
+        run.fit(None, loader(), loader())
     return counts
 
 
-def bad_settings(run: Run) -> Any:
-    """Errors of what cannot work, by type."""
-    return {
-        "loader": _error(run.trainer().fit, Plain()),
-        "module": _error(run.trainer().fit, torch.nn.Linear(1, 1)),
-        "checkpoint": _error(run.trainer().fit, Plain(), loader(), ckpt_path=run.folder / "none.ckpt"),
-        "best": _error(run.trainer().validate, Plain(), loader(), ckpt_path="best"),
-        "no training_step": _error(run.trainer().fit, pl.LightningModule(), loader()),
-        "save before fit": _error(run.trainer().save_checkpoint, run.folder / "a.ckpt"),
-        "precision": _error(run.trainer, precision="8"),
-        "negative": _error(run.trainer, limit_train_batches=-1),
-        "storage_options": _storage_options(run),
-    }
-
-
-def _error(call: Any, *args: Any, **kwargs: Any) -> Any:
+def error_of(call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
-    except (Exception, MisconfigurationException) as error:
+    except Exception as error:
         return type(error), str(error)
 
 
-def _storage_options(run: Run) -> Any:
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(Plain(), loader(1))
-    return _error(trainer.save_checkpoint, run.folder / "a.ckpt", storage_options={"a": 1})
-
-
-BEHAVIOURS = {
-    each.__name__: each
-    for each in (
-        stopped_by_should_stop,
-        skipped_by_none,
-        stopped_by_minus_one,
-        notes_of_an_error,
-        overflow,
-        interrupted,
-        signals_after_a_fit,
-        state_of_the_process,
-        copied_within_a_fit,
-        clocks_that_are_mocked,
-        bad_settings,
-    )
-}
-FAILING = ("training_step", "validation_step", "configure_optimizers", "on_train_end", "on_save_checkpoint", "setup")
-BEHAVIOURS |= {f"error_in_{hook}": error_in(hook) for hook in FAILING}
+@behaviour(on_one_rank=True)
+def bad_settings(run: Run) -> Any:
+    """Errors of what cannot work, by type."""
+    file, fitted = run.folder / "a.ckpt", lambda: run.fit(None, loader(1), max_epochs=1)[0]
+    return {
+        "loader": error_of(run.trainer().fit, Plain()),
+        "module": error_of(run.trainer().fit, torch.nn.Linear(1, 1)),
+        "checkpoint": error_of(run.trainer().fit, Plain(), loader(), ckpt_path=run.folder / "none.ckpt"),
+        "best": error_of(run.trainer().validate, Plain(), loader(), ckpt_path="best"),
+        "no training_step": error_of(run.trainer().fit, pl.LightningModule(), loader()),
+        "save before fit": error_of(run.trainer().save_checkpoint, file),
+        "precision": error_of(run.trainer, precision="8"),
+        "negative": error_of(run.trainer, limit_train_batches=-1),
+        "storage_options": error_of(fitted().save_checkpoint, file, storage_options={"a": 1}),
+    }

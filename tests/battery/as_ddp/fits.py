@@ -12,27 +12,12 @@ import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.battery.as_ddp.case import Plain, Run, loader
 from tests.battery.as_ddp.trainers import state_of
-
-SKIPPED_HOOKS = {"setup", "teardown", "state_dict", "load_state_dict", "state_key"}
+from tests.battery.case import Plain, Run, behaviour, loader, num_ranks
 
 
 def names_of(kind: type) -> list[str]:
     return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
-
-
-class NotingCallback(pl.Callback):
-    """Notes every hook that a callback has, and what it is called with."""
-
-    def __init__(self, notes: list[Any]) -> None:
-        self.notes = notes
-        for name in names_of(pl.Callback):
-            setattr(self, name, functools.partial(self.note, name, getattr(self, name)))
-
-    def note(self, name: str, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        self.notes.append(("callback", name, [type(arg).__name__ for arg in args], sorted(kwargs)))
-        return hook(*args, **kwargs)
 
 
 MODULE_HOOKS = sorted(
@@ -41,33 +26,36 @@ MODULE_HOOKS = sorted(
     | {"optimizer_step", "optimizer_zero_grad", "backward", "lr_scheduler_step", "configure_gradient_clipping"}
     | {"clip_gradients", "forward"}
 )
-LOADERS = {"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"}
 
 
-class Noting(Plain):
+class _Loaders:
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class Noting(_Loaders, Plain):
     """Notes every hook of a module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Any] = []
 
-    def train_dataloader(self) -> Any:
-        return loader()
 
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+class NotingCallback(pl.Callback):
+    """Notes every hook that a callback has."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.notes = notes
 
 
-class NotingData(pl.LightningDataModule):
+class NotingData(_Loaders, pl.LightningDataModule):
     """Notes every hook of a datamodule."""
 
     def __init__(self, notes: list[Any]) -> None:
         super().__init__()
         self.notes = notes
-
-    def train_dataloader(self) -> Any:
-        return loader()
-
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 def noting(whose: str, name: str, hook: Any) -> Any:
@@ -81,33 +69,28 @@ def noting(whose: str, name: str, hook: Any) -> Any:
     return noted
 
 
-for _name in MODULE_HOOKS:
-    setattr(Noting, _name, noting("module", _name, getattr(Noting, _name)))
-for _name in [*names_of(DataHooks), "setup", "teardown", "state_dict", "load_state_dict"]:
-    setattr(NotingData, _name, noting("data", _name, getattr(NotingData, _name)))
-
-
-def fit(run: Run, **settings: Any) -> Any:
-    """All that a fit with these settings does and leaves."""
-    module = Noting()
-    callbacks = [NotingCallback(module.notes), *settings.pop("callbacks", [])]
-    trainer = run.trainer(callbacks=callbacks, **settings)
-    trainer.fit(module, datamodule=NotingData(module.notes))
-    return {**state_of(trainer), "hooks": module.notes, "module": left_of(module), "files": run.files()}
+for _kind, _whose, _names in (
+    (Noting, "module", MODULE_HOOKS),
+    (NotingCallback, "callback", names_of(pl.Callback)),
+    (NotingData, "data", [*names_of(DataHooks), "setup", "teardown", "state_dict", "load_state_dict"]),
+):
+    for _name in _names:
+        setattr(_kind, _name, noting(_whose, _name, getattr(_kind, _name)))
 
 
 def left_of(module: pl.LightningModule) -> Any:
     """What remains of a module: its values, dtype, device, flags and gradients."""
+    children, weights = list(module.modules()), list(module.parameters())
     return {
         "state": module.state_dict(),
         "dtype": module.dtype,
         "device": str(module.device),
-        "training": [child.training for child in module.modules()],
-        "requires_grad": [each.requires_grad for each in module.parameters()],
-        "grads": [each.grad is None for each in module.parameters()],
-        "types": [type(each).__name__ for each in module.parameters()],
-        "attributes": [sorted(vars(child)) for child in module.modules()],
-        "hooks": [len(value) for child in module.modules() for name, value in vars(child).items() if "_hooks" in name],
+        "training": [child.training for child in children],
+        "requires_grad": [each.requires_grad for each in weights],
+        "grads": [each.grad is None for each in weights],
+        "types": [type(each).__name__ for each in weights],
+        "attributes": [sorted(vars(child)) for child in children],
+        "hooks": [len(value) for child in children for name, value in vars(child).items() if "_hooks" in name],
         "trainer": module._trainer is not None,
         "epoch": module.current_epoch,
         "step": module.global_step,
@@ -115,16 +98,18 @@ def left_of(module: pl.LightningModule) -> Any:
     }
 
 
-def evaluate(run: Run, what: str, **settings: Any) -> Any:
+def called(run: Run, what: str, **settings: Any) -> Any:
+    """All that one of the trainer's methods with these settings does, returns and leaves."""
     module = Noting()
     trainer = run.trainer(callbacks=[NotingCallback(module.notes)], **settings)
     returned = getattr(trainer, what)(module, datamodule=NotingData(module.notes))
-    return {**state_of(trainer), "returned": returned, "hooks": module.notes, "module": left_of(module)}
+    seen = {"returned": returned, "hooks": module.notes, "module": left_of(module)}
+    return {**state_of(trainer), **seen, "files": run.files()}
 
 
+@behaviour
 def every_phase_in_turn(run: Run) -> Any:
-    module, seen = Noting(), []
-    trainer = run.trainer()
+    module, seen, trainer = Noting(), [], run.trainer()
     for what in ("validate", "fit", "test", "fit", "predict", "validate"):
         seen.append((what, getattr(trainer, what)(module, datamodule=NotingData(module.notes)), left_of(module)))
         trainer.fit_loop.epoch_progress.reset()
@@ -168,53 +153,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"enable_checkpointing": True},
     "logger": {"logger": True, "enable_checkpointing": True},
     "sync_batchnorm": {"sync_batchnorm": True},
-    "barebones": {"barebones": True},
     "log_rarely": {"log_every_n_steps": 3},
     "summary_and_bar": {"enable_progress_bar": True, "enable_model_summary": True},
 }
 
 
-def _fit_with(name: str) -> Any:
-    def behaviour(run: Run) -> Any:
-        settings = dict(SETTINGS[name])
-        if settings.get("barebones"):
-            return barebones(run)
-        if settings.pop("logger", None):
-            settings["logger"] = CSVLogger(run.folder, name="logs", version=0)
-        before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        try:
-            return fit(run, **settings), torch.are_deterministic_algorithms_enabled()
-        finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.backends.cudnn.benchmark = before[1]
-
-    return behaviour
+def fit_with(settings: dict[str, Any], run: Run) -> Any:
+    if settings.get("logger"):
+        settings = settings | {"logger": CSVLogger(run.folder, name="logs", version=0)}
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    try:
+        return called(run, "fit", **settings), torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
-def barebones(run: Run) -> Any:
+@behaviour
+def fit_barebones(run: Run) -> Any:
     """Which takes no setting that switches off what it switches off."""
     module = Noting()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size(),
-        strategy=run.strategy,
-        precision=run.precision,
-        max_epochs=1,
-        barebones=True,
-        default_root_dir=run.folder,
-    )
+    known = {"strategy": run.strategy, "precision": run.precision, "default_root_dir": run.folder}
+    trainer = pl.Trainer(accelerator="cpu", devices=num_ranks(), max_epochs=1, barebones=True, **known)
     trainer.fit(module, loader())
     return {**state_of(trainer), "module": left_of(module), "hooks": module.notes, "files": run.files()}
 
 
-BEHAVIOURS = {f"fit_{name}": _fit_with(name) for name in SETTINGS}
-BEHAVIOURS |= {what: functools.partial(evaluate, what=what) for what in ("validate", "test", "predict")}
-BEHAVIOURS |= {
-    f"{what}_without_inference_mode": functools.partial(evaluate, what=what, inference_mode=False)
-    for what in ("validate", "test", "predict")
-}
-BEHAVIOURS |= {
-    f"{what}_limited": functools.partial(evaluate, what=what, **{f"limit_{short}_batches": 1})
-    for what, short in (("validate", "val"), ("test", "test"), ("predict", "predict"))
-}
-BEHAVIOURS["every_phase_in_turn"] = every_phase_in_turn
+for _name, _settings in SETTINGS.items():
+    behaviour(functools.partial(fit_with, _settings), name=f"fit_{_name}")
+for _what, _short in (("validate", "val"), ("test", "test"), ("predict", "predict")):
+    behaviour(functools.partial(called, what=_what), name=_what)
+    behaviour(functools.partial(called, what=_what, inference_mode=False), name=f"{_what}_without_inference_mode")
+    behaviour(functools.partial(called, what=_what, **{f"limit_{_short}_batches": 1}), name=f"{_what}_limited")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,15 +11,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tests import toy
-from tests.battery.as_ddp.case import Plain, Run, loader
 from tests.battery.as_ddp.trainers import state_of
+from tests.battery.case import Plain, Run, behaviour, loader
 
 
 class Stream(IterableDataset):
@@ -63,26 +60,27 @@ def _pair(batch: Any) -> Any:
     return batch if isinstance(batch[0], Tensor) else _pair(next(each for each in batch if each is not None))
 
 
-def _dict_batches() -> Any:
-    def collate(samples: Any) -> Any:
-        images, targets = zip(*samples, strict=True)
-        return {"batch": (torch.stack(images), torch.stack(targets)), "names": ["a"] * len(samples), "none": None}
-
-    return DataLoader(toy.Blobs(32), batch_size=4, collate_fn=collate)
+def in_fours(num_samples: int = 32, **options: Any) -> DataLoader:
+    return DataLoader(toy.Blobs(num_samples), batch_size=4, **options)
 
 
-def _random() -> Any:
-    data = toy.Blobs(32)
-    return DataLoader(data, batch_size=4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(1)))
+def to_dicts(samples: Any) -> Any:
+    images, targets = zip(*samples, strict=True)
+    return {"batch": (torch.stack(images), torch.stack(targets)), "names": ["a"] * len(samples), "none": None}
+
+
+def random() -> Any:
+    sampler = RandomSampler(data := toy.Blobs(32), generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=4, sampler=sampler)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
-    "shuffled": lambda: DataLoader(toy.Blobs(32), batch_size=4, shuffle=True),
-    "drop_last": lambda: DataLoader(toy.Blobs(31), batch_size=4, drop_last=True),
-    "uneven": lambda: DataLoader(toy.Blobs(31), batch_size=4),
-    "dicts": _dict_batches,
-    "random": _random,
+    "shuffled": lambda: in_fours(shuffle=True),
+    "drop_last": lambda: in_fours(31, drop_last=True),
+    "uneven": lambda: in_fours(31),
+    "dicts": lambda: in_fours(collate_fn=to_dicts),
+    "random": random,
     "stateful": lambda: Counted(toy.Blobs(32), batch_size=4),
     "list_of_loaders": lambda: [loader(2), loader(3)],
     "dict_of_loaders": lambda: {"a": loader(2), "b": {"c": loader(3)}},
@@ -92,30 +90,26 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def fed(name: str) -> Callable[[Run], Any]:
+def fed(name: str, run: Run) -> Any:
     """A fit on it: every batch as the module gets it, and the state of the trainer."""
-
-    def behaviour(run: Run) -> Any:
-        module, trainer = Takes(), run.trainer()
-        trainer.fit(module, KINDS[name]())
-        state = {} if name == "python_list" else state_of(trainer)
-        return module.seen, state, module.state_dict()
-
-    return behaviour
+    trainer, module = run.fit(Takes(), KINDS[name]())
+    return module.seen, {} if name == "python_list" else state_of(trainer), module.state_dict()
 
 
-def evaluated(name: str) -> Callable[[Run], Any]:
+def evaluated(name: str, run: Run) -> Any:
     """The same in validation and prediction."""
-
-    def behaviour(run: Run) -> Any:
-        module, trainer = Takes(), run.trainer()
-        returned = trainer.validate(module, KINDS[name](), verbose=False)
-        predictions = None if name == "dicts" else trainer.predict(Plain(), KINDS[name]())
-        return module.seen, returned, predictions
-
-    return behaviour
+    module, trainer = Takes(), run.trainer()
+    returned = trainer.validate(module, KINDS[name](), verbose=False)
+    return module.seen, returned, None if name == "dicts" else trainer.predict(Plain(), KINDS[name]())
 
 
+for _name in KINDS:
+    behaviour(functools.partial(fed, _name), name=f"fed_{_name}")
+for _name in ("iterable", "uneven", "dicts"):
+    behaviour(functools.partial(evaluated, _name), name=f"evaluated_{_name}")
+
+
+@behaviour
 def changed_by_hooks(run: Run) -> Any:
     class Moves(Takes):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -128,46 +122,39 @@ def changed_by_hooks(run: Run) -> Any:
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return [batch[0] + 1, batch[1]]
 
-    run.trainer().fit(module := Moves(), loader())
+    _, module = run.fit(Moves())
     return module.seen, module.state_dict()
 
 
+@behaviour
 def stepped_by_an_iterator(run: Run) -> Any:
-    class Draws(Plain):
-        numbers: list[Any] = []
+    numbers: list[Any] = []
 
+    class Draws(Plain):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, batch_idx, dataloader_idx = next(dataloader_iter)
-            self.numbers.append((batch_idx, dataloader_idx))
+            numbers.append((batch_idx, dataloader_idx))
             loss = F.cross_entropy(self(batch[0].to(self.body.weight.dtype)).float(), batch[1])
             self.log("loss", loss, batch_size=4)
             return loss
 
-    Draws.numbers = []
-    trainer = run.trainer()
-    trainer.fit(module := Draws(), loader())
-    return Draws.numbers, module.state_dict(), trainer.global_step
+    trainer, module = run.fit(Draws())
+    return numbers, module.state_dict(), trainer.global_step
 
 
+@behaviour
 def predictions_not_kept(run: Run) -> Any:
     return run.trainer().predict(Plain(), loader(), return_predictions=False)
 
 
+@behaviour
 def resumed_in_mid_epoch(run: Run) -> Any:
     class Saves(Takes):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if self.global_step == 3:
                 self.trainer.save_checkpoint(run.folder / "a.ckpt")
 
-    run.trainer().fit(Saves(), Counted(toy.Blobs(64), batch_size=4))
-    trainer = run.trainer()
-    trainer.fit(module := Takes(), data := Counted(toy.Blobs(64), batch_size=4), ckpt_path=run.folder / "a.ckpt")
+    run.fit(Saves(), Counted(toy.Blobs(64), batch_size=4))
+    data = Counted(toy.Blobs(64), batch_size=4)
+    trainer, module = run.fit(Takes(), data, start={"ckpt_path": run.folder / "a.ckpt"})
     return module.seen, data.position, trainer.global_step, module.state_dict()
-
-
-BEHAVIOURS = {f"fed_{name}": fed(name) for name in KINDS}
-BEHAVIOURS |= {f"evaluated_{name}": evaluated(name) for name in ("iterable", "uneven", "dicts")}
-BEHAVIOURS |= {
-    each.__name__: each
-    for each in (changed_by_hooks, stepped_by_an_iterator, predictions_not_kept, resumed_in_mid_epoch)
-}

@@ -13,25 +13,26 @@ from lightning.pytorch.utilities import grad_norm
 from torchmetrics import Accuracy
 
 from tests import toy
-from tests.battery.as_ddp.case import Plain, Run, loader
 from tests.battery.as_ddp.fits import left_of
+from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
-class Scheduled(Plain):
-    """With a schedule that looks at a metric."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+def optimizer_of(module: Plain) -> Any:
+    return Plain.configure_optimizers(module)
 
 
+@behaviour
 def rate_by_a_metric(run: Run) -> Any:
-    trainer = run.trainer(max_epochs=3)
-    trainer.fit(Scheduled(), loader(), loader())
+    def configure_optimizers(self: Any) -> Any:
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer_of(self), patience=0, threshold=10.0)
+        return {"optimizer": schedule.optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    module = plain_with(configure_optimizers=configure_optimizers)
+    trainer, _ = run.fit(module, loader(), loader(), max_epochs=3)
     return [(group["lr"], sorted(group)) for group in trainer.optimizers[0].param_groups]
 
 
+@behaviour
 def schedules_of_every_interval(run: Run) -> Any:
     rates: list[Any] = []
 
@@ -47,13 +48,14 @@ def schedules_of_every_interval(run: Run) -> Any:
             rates.append((type(scheduler).__name__, metric))
             super().lr_scheduler_step(scheduler, metric)
 
-        def on_train_batch_end(self, *given: Any) -> None:
+        def on_train_batch_end(self, *_: Any) -> None:
             rates.append(self.optimizers().param_groups[0]["lr"])
 
-    run.trainer().fit(Many(), loader())
+    run.fit(Many())
     return rates
 
 
+@behaviour
 def gradients_in_hooks(run: Run) -> Any:
     seen: list[Any] = []
 
@@ -67,13 +69,13 @@ def gradients_in_hooks(run: Run) -> Any:
         def on_before_zero_grad(self, optimizer: Any) -> None:
             seen.append(("zero", [each.grad is None for each in self.parameters()]))
 
-        def configure_gradient_clipping(self, optimizer: Any, *given: Any, **more: Any) -> None:
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
-    run.trainer(accumulate_grad_batches=2).fit(module := Looks(), loader())
-    return seen, left_of(module)
+    return seen, left_of(run.fit(Looks(), accumulate_grad_batches=2)[1])
 
 
+@behaviour
 def step_of_the_user(run: Run) -> Any:
     returned: list[Any] = []
 
@@ -90,10 +92,11 @@ def step_of_the_user(run: Run) -> Any:
             returned.append((loss.dtype, loss.dim()))
             loss.backward(*given, **more)
 
-    run.trainer().fit(module := Steps(), loader())
+    _, module = run.fit(Steps())
     return returned if run.precision == "32-true" else len(returned), left_of(module)
 
 
+@behaviour
 def logged_in_every_hook(run: Run) -> Any:
     hooks = (
         "on_train_start on_train_epoch_start on_train_batch_start on_before_zero_grad on_before_backward "
@@ -102,14 +105,13 @@ def logged_in_every_hook(run: Run) -> Any:
     ).split()
 
     def logging_in(name: str) -> Any:
-        return lambda self, *given, **more: self.log(f"in_{name}", 1.0, sync_dist=True)
+        return lambda self, *_, **__: self.log(f"in_{name}", 1.0, sync_dist=True)
 
-    kind = type("Logs", (Plain,), {name: logging_in(name) for name in hooks})
-    trainer = run.trainer()
-    trainer.fit(kind(), loader(), loader())
+    trainer, _ = run.fit(plain_with(**{name: logging_in(name) for name in hooks}), loader(), loader())
     return trainer.callback_metrics, trainer.logged_metrics
 
 
+@behaviour
 def metric_objects(run: Run) -> Any:
     class Measures(Plain):
         def __init__(self) -> None:
@@ -123,31 +125,30 @@ def metric_objects(run: Run) -> Any:
         def on_train_epoch_end(self) -> None:
             self.log_dict({"a": torch.tensor(1.0), "b": 2.0})
 
-    trainer = run.trainer()
-    trainer.fit(module := Measures(), loader(), loader())
+    trainer, module = run.fit(Measures(), loader(), loader())
     return trainer.callback_metrics, module.accuracy.update_count, module.state_dict()
 
 
+@behaviour
 def callbacks_of_the_module(run: Run) -> Any:
-    class Brings(Plain):
-        def configure_callbacks(self) -> Any:
-            return [pl.callbacks.EarlyStopping("loss_epoch", patience=0), pl.callbacks.LearningRateMonitor()]
+    def configure_callbacks(self: Any) -> Any:
+        return [pl.callbacks.EarlyStopping("loss_epoch", patience=0), pl.callbacks.LearningRateMonitor()]
 
-    trainer = run.trainer(callbacks=[pl.callbacks.EarlyStopping("other")], logger=True, max_epochs=5)
-    trainer.fit(Brings(), loader())
+    module, others = plain_with(configure_callbacks=configure_callbacks), [pl.callbacks.EarlyStopping("other")]
+    trainer, _ = run.fit(module, callbacks=others, logger=True, max_epochs=5)
     return [type(each) for each in trainer.callbacks], trainer.early_stopping_callback.monitor, trainer.current_epoch
 
 
+@behaviour
 def evaluated_without_a_module(run: Run) -> Any:
-    trainer = run.trainer(enable_checkpointing=True)
-    trainer.fit(Plain(), loader(), loader())
+    trainer, _ = run.fit(None, loader(), loader(), enable_checkpointing=True)
     evaluated = [call(dataloaders=loader(), verbose=False) for call in (trainer.validate, trainer.test)]
     return evaluated, trainer.predict(dataloaders=loader()), trainer.ckpt_path
 
 
+@behaviour
 def pickled_after_a_fit(run: Run) -> Any:
-    trainer = run.trainer()
-    trainer.fit(module := Plain(), loader(), loader())
+    trainer, module = run.fit(None, loader(), loader())
     module.trainer = trainer
     with io.BytesIO() as file:
         torch.save(module, file)
@@ -156,23 +157,25 @@ def pickled_after_a_fit(run: Run) -> Any:
     return [left_of(each) for each in (loaded, copied, again)], type(pickle.loads(pickle.dumps(trainer)))
 
 
+@behaviour
 def exported_after_a_fit(run: Run) -> Any:
-    run.trainer(max_epochs=1).fit(module := Plain(), loader())
+    _, module = run.fit(max_epochs=1)
     inputs = torch.ones(2, toy.NUM_FEATURES, dtype=module.dtype)
     exported = torch.export.export(module.eval(), (inputs,)).module()
     return exported(inputs), module(inputs), module.freeze(), left_of(module)
 
 
+@behaviour
 def frozen_in_part(run: Run) -> Any:
     module = Plain()
     module.body.requires_grad_(False)
-    run.trainer().fit(module, loader())
-    return left_of(module)
+    return left_of(run.fit(module)[1])
 
 
+@behaviour
 def trained_on_after_a_fit(run: Run) -> Any:
     """By a loop of the user's own."""
-    run.trainer(max_epochs=1).fit(module := Plain(), loader())
+    _, module = run.fit(max_epochs=1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x, y = next(iter(loader()))
     loss = torch.nn.functional.cross_entropy(module(x.to(module.dtype)).float(), y)
@@ -181,32 +184,8 @@ def trained_on_after_a_fit(run: Run) -> Any:
     return loss.detach(), left_of(module)
 
 
+@behaviour
 def unused_parameters(run: Run) -> Any:
-    class Unused(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = torch.nn.Linear(2, 2)
-
-    trainer = run.trainer(max_epochs=1, strategy=f"{run.strategy}_find_unused_parameters_true")
-    trainer.fit(module := Unused(), loader())
-    return left_of(module)
-
-
-BEHAVIOURS = {
-    each.__name__: each
-    for each in (
-        rate_by_a_metric,
-        schedules_of_every_interval,
-        gradients_in_hooks,
-        step_of_the_user,
-        logged_in_every_hook,
-        metric_objects,
-        callbacks_of_the_module,
-        evaluated_without_a_module,
-        pickled_after_a_fit,
-        exported_after_a_fit,
-        frozen_in_part,
-        trained_on_after_a_fit,
-        unused_parameters,
-    )
-}
+    module = Plain()
+    module.extra = torch.nn.Linear(2, 2)
+    return left_of(run.fit(module, max_epochs=1, strategy=f"{run.strategy}_find_unused_parameters_true")[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from datetime import timedelta
 from typing import Any
@@ -13,14 +14,14 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.battery.as_ddp.case import Plain, Run, loader
 from tests.battery.as_ddp.trainers import property_of, state_of
+from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def within_a_fit(look: Any) -> Any:
     """What `look(trainer, module)` sees after the second batch, in validation, and on one rank after the fit."""
 
-    def behaviour(run: Run) -> Any:
+    def seen_by(run: Run) -> Any:
         seen: list[Any] = []
 
         class Looks(pl.Callback):
@@ -31,14 +32,14 @@ def within_a_fit(look: Any) -> Any:
             def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
                 seen.append(("validation", look(trainer, module)))
 
-        trainer = run.trainer(max_epochs=1, callbacks=[Looks()])
-        trainer.fit(module := Plain(), loader(), loader())
+        trainer, module = run.fit(None, loader(), loader(), max_epochs=1, callbacks=[Looks()])
         return [*seen, ("after", look(trainer, module))] if trainer.world_size == 1 else seen
 
-    return behaviour
+    return behaviour(seen_by, name=look.__name__)
 
 
-def _reduce(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def reduce(trainer: pl.Trainer, module: Plain) -> Any:
     reduce, rank = trainer.strategy.reduce, trainer.global_rank
     return [
         reduce(torch.tensor([1.5, 2.0]) + rank),
@@ -52,7 +53,8 @@ def _reduce(trainer: pl.Trainer, module: Plain) -> Any:
     ]
 
 
-def _gather(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def all_gather(trainer: pl.Trainer, module: Plain) -> Any:
     rank, weight = trainer.global_rank, torch.ones(2, requires_grad=True)
     with torch.enable_grad():
         gathered = trainer.strategy.all_gather(weight * (rank + 1), sync_grads=True)
@@ -66,7 +68,8 @@ def _gather(trainer: pl.Trainer, module: Plain) -> Any:
     ]
 
 
-def _broadcast(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def broadcast_and_barrier(trainer: pl.Trainer, module: Plain) -> Any:
     rank, strategy = trainer.global_rank, trainer.strategy
     strategy.barrier()
     strategy.barrier("by name")
@@ -74,7 +77,8 @@ def _broadcast(trainer: pl.Trainer, module: Plain) -> Any:
     return [strategy.broadcast(value, src=src) for src in sources for value in (f"of {rank}", {"a": [rank]}, None)]
 
 
-def _state_dicts(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def state_dicts(trainer: pl.Trainer, module: Plain) -> Any:
     strategy = trainer.strategy
     return [
         strategy.lightning_module_state_dict(),
@@ -84,7 +88,8 @@ def _state_dicts(trainer: pl.Trainer, module: Plain) -> Any:
     ]
 
 
-def _loads(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def loading_within_a_fit(trainer: pl.Trainer, module: Plain) -> Any:
     strategy = trainer.strategy
     if not strategy.optimizers:
         return None
@@ -95,7 +100,8 @@ def _loads(trainer: pl.Trainer, module: Plain) -> Any:
     return strategy.lightning_module_state_dict(), strategy.optimizer_state(strategy.optimizers[0])
 
 
-def _contexts(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def contexts(trainer: pl.Trainer, module: Plain) -> Any:
     strategy = trainer.strategy
     with strategy.tensor_init_context():
         made = torch.zeros(2)
@@ -105,12 +111,14 @@ def _contexts(trainer: pl.Trainer, module: Plain) -> Any:
     return made, other, moved, type(strategy.launcher), type(strategy.accelerator), type(strategy.cluster_environment)
 
 
-def _properties(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
     names = [name for name, _ in inspect.getmembers(DDPStrategy, lambda one: isinstance(one, property))]
     return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
 
 
-def _hparams_and_module(trainer: pl.Trainer, module: Plain) -> Any:
+@within_a_fit
+def properties_of_the_module(trainer: pl.Trainer, module: Plain) -> Any:
     return [
         *[(name, tuple(value.shape), value.requires_grad) for name, value in module.named_parameters()],
         module.device,
@@ -126,6 +134,7 @@ def _hparams_and_module(trainer: pl.Trainer, module: Plain) -> Any:
     ]
 
 
+@behaviour
 def signatures(run: Run) -> Any:
     """Every public method of `ddp` is there and takes what it takes there."""
     strategy = run.trainer().strategy
@@ -148,11 +157,13 @@ HOOKS = {
 }
 
 
+@behaviour
 def refused_arguments(run: Run) -> Any:
     """Which of its arguments `ddp` takes alone."""
     return _refused(run, HOOKS)
 
 
+@behaviour
 def defaults_spelt_out(run: Run) -> Any:
     """The same with the values that they have by default, as in configuration files."""
     return _refused(run, dict.fromkeys(HOOKS))
@@ -168,36 +179,32 @@ def _refused(run: Run, arguments: dict[str, Any]) -> list[str]:
     return refused
 
 
-def made_with(name: str) -> Any:
+def made_with(arguments: dict[str, Any], run: Run) -> Any:
     """A fit with an argument that both take."""
-
-    def behaviour(run: Run) -> Any:
-        kind = type(run.trainer().strategy)
-        trainer = run.trainer(strategy=kind(**ARGUMENTS[name]), max_epochs=1)
-        trainer.fit(module := Plain(), loader())
-        return module.state_dict(), state_of(trainer)
-
-    return behaviour
+    trainer, module = run.fit(strategy=type(run.trainer().strategy)(**arguments), max_epochs=1)
+    return module.state_dict(), state_of(trainer)
 
 
+@behaviour
 def ddp_keywords(run: Run) -> Any:
     """With which `DistributedDataParallel` is made."""
-    trainer, seen = run.trainer(max_epochs=1), []
+    seen: list[Any] = []
 
-    class Looks(Plain):
-        def on_fit_start(self) -> None:
-            options = vars(self.trainer.model).items()
-            seen.append({name: value for name, value in options if isinstance(value, bool | int | float)})
+    def look(self: Any) -> None:
+        options = vars(self.trainer.model).items()
+        seen.append({name: value for name, value in options if isinstance(value, bool | int | float)})
 
-    trainer.fit(Looks(), loader(1))
+    run.fit(plain_with(on_fit_start=look), loader(1), max_epochs=1)
     return seen
 
 
+@behaviour
 def names_in_the_registry(run: Run) -> Any:
     names = [name for name in StrategyRegistry.available_strategies() if name.startswith(run.strategy)]
     return sorted(name.removeprefix(run.strategy) for name in names)
 
 
+@behaviour
 def backward_is_not_synced(run: Run) -> Any:
     """`no_sync` of a loop by hand: gradients before and after the last batch."""
 
@@ -216,10 +223,11 @@ def backward_is_not_synced(run: Run) -> Any:
             optimizer.step()
             optimizer.zero_grad()
 
-    run.trainer(max_epochs=1).fit(module := ByHand(), loader(2))
+    _, module = run.fit(ByHand(), loader(2), max_epochs=1)
     return module.seen, module.state_dict()
 
 
+@behaviour
 def toggled_optimizers(run: Run) -> Any:
     class Two(Plain):
         automatic_optimization = False
@@ -240,9 +248,7 @@ def toggled_optimizers(run: Run) -> Any:
         def on_train_epoch_end(self) -> None:
             self.lr_schedulers().step()
 
-    run_settings = {"strategy": f"{run.strategy}_find_unused_parameters_true"}
-    trainer = run.trainer(**run_settings)
-    trainer.fit(module := Two(), loader(2))
+    trainer, module = run.fit(Two(), loader(2), strategy=f"{run.strategy}_find_unused_parameters_true")
     rates = [each.scheduler.get_last_lr() for each in trainer.lr_scheduler_configs]
     return module.state_dict(), trainer.global_step, rates
 
@@ -258,27 +264,5 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "cluster_environment": {"cluster_environment": LightningEnvironment()},
     "checkpoint_io": {"checkpoint_io": TorchCheckpointIO()},
 }
-LOOKS = {
-    "reduce": _reduce,
-    "all_gather": _gather,
-    "broadcast_and_barrier": _broadcast,
-    "state_dicts": _state_dicts,
-    "loading_within_a_fit": _loads,
-    "contexts": _contexts,
-    "properties_of_the_strategy": _properties,
-    "properties_of_the_module": _hparams_and_module,
-}
-BEHAVIOURS = {name: within_a_fit(look) for name, look in LOOKS.items()}
-BEHAVIOURS |= {
-    each.__name__: each
-    for each in (
-        signatures,
-        refused_arguments,
-        defaults_spelt_out,
-        ddp_keywords,
-        names_in_the_registry,
-        backward_is_not_synced,
-        toggled_optimizers,
-    )
-}
-BEHAVIOURS |= {f"made_with_{name}": made_with(name) for name in ARGUMENTS}
+for _name, _arguments in ARGUMENTS.items():
+    behaviour(functools.partial(made_with, _arguments), name=f"made_with_{_name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.utils._pytree import tree_map
 
-from tests.battery.as_ddp.case import Plain, Run, loader
+from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def property_of(owner: Any, name: str) -> Any:
     return value
 
 
+@behaviour
 def model_of_the_trainer(run: Run) -> Any:
     """Its class in hooks: wrapped in DDP, or not yet."""
     seen: list[Any] = []
@@ -50,75 +52,65 @@ def model_of_the_trainer(run: Run) -> Any:
         def on_fit_start(self) -> None:
             seen.append(("fit", type(self.trainer.model)))
 
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(Looks(), loader())
+    trainer, _ = run.fit(Looks(), max_epochs=1)
     return seen, type(trainer.model)
 
 
+@behaviour
 def class_of_a_loader(run: Run) -> Any:
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(Plain(), loader())
-    return type(trainer.train_dataloader)
+    return type(run.fit(max_epochs=1)[0].train_dataloader)
 
 
-class Looking(Plain):
-    """Takes down what the trainer says in the middle of a fit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def configure_optimizers(self) -> Any:
-        self.seen.append(("estimated", self.trainer.estimated_stepping_batches))
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_train_start(self) -> None:
-        self.seen.append(("start", state_of(self.trainer)))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        metrics = [self.trainer.callback_metrics, self.trainer.logged_metrics, self.trainer.progress_bar_metrics]
-        self.seen.append(("batch", metrics, [type(each) for every in metrics for each in every.values()]))
-
-    def on_validation_epoch_end(self) -> None:
-        self.seen.append(("validation", state_of(self.trainer)))
-
-    def on_train_epoch_end(self) -> None:
-        self.seen.append(("epoch", state_of(self.trainer)))
-
-
+@behaviour
 def state_during_a_fit(run: Run) -> Any:
-    module = Looking()
-    trainer = run.trainer(accumulate_grad_batches=2)
-    trainer.fit(module, loader(), loader())
-    return module.seen, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+    """What the trainer says in the middle of a fit."""
+    seen: list[Any] = []
+
+    class Looking(Plain):
+        def configure_optimizers(self) -> Any:
+            seen.append(("estimated", self.trainer.estimated_stepping_batches))
+            schedule = torch.optim.lr_scheduler.StepLR(super().configure_optimizers(), 1)
+            return {"optimizer": schedule.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_train_start(self) -> None:
+            seen.append(("start", state_of(self.trainer)))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            metrics = [self.trainer.callback_metrics, self.trainer.logged_metrics, self.trainer.progress_bar_metrics]
+            seen.append(("batch", metrics, [type(each) for every in metrics for each in every.values()]))
+
+        def on_validation_epoch_end(self) -> None:
+            seen.append(("validation", state_of(self.trainer)))
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(("epoch", state_of(self.trainer)))
+
+    trainer, _ = run.fit(Looking(), loader(), loader(), accumulate_grad_batches=2)
+    return seen, trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
 
 
+@behaviour
 def printed(run: Run) -> Any:
-    said = io.StringIO()
-    trainer = run.trainer()
-    with contextlib.redirect_stdout(said):
-        trainer.print("once", 1, sep="-")
-        trainer.fit(Prints(), loader(1))
-    return said.getvalue()
-
-
-class Prints(Plain):
-    def on_train_start(self) -> None:
+    def say(self: Any) -> None:
         self.print("module", self.global_rank)
         self.trainer.print("trainer")
 
+    said, trainer = io.StringIO(), run.trainer()
+    with contextlib.redirect_stdout(said):
+        trainer.print("once", 1, sep="-")
+        trainer.fit(plain_with(on_train_start=say), loader(1))
+    return said.getvalue()
 
+
+@behaviour
 def messages_of_a_fit(run: Run) -> Any:
     """What Lightning's loggers write: levels and texts."""
     lines: list[Any] = []
 
     class Keeps(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if (
-                "litlogger" not in (text := record.getMessage()) and "litmodels" not in text
-            ):  # one of two tips, by chance
+            text = record.getMessage()
+            if "litlogger" not in text and "litmodels" not in text:  # one of two tips, by chance
                 lines.append((record.levelname, text))
 
     loggers, handler = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")], Keeps()
@@ -127,7 +119,7 @@ def messages_of_a_fit(run: Run) -> Any:
         each.setLevel(logging.INFO)
         each.addHandler(handler)
     try:
-        run.trainer(enable_checkpointing=True).fit(Plain(), loader())
+        run.fit(enable_checkpointing=True)
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.removeHandler(handler)
@@ -135,6 +127,7 @@ def messages_of_a_fit(run: Run) -> Any:
     return lines
 
 
+@behaviour
 def init_module(run: Run) -> Any:
     trainer, seen = run.trainer(), []
     for empty in (None, False, True):
@@ -144,92 +137,91 @@ def init_module(run: Run) -> Any:
     return seen
 
 
+@behaviour
 def configure_model(run: Run) -> Any:
-    class Late(Plain):
-        num_calls = 0
+    seen: list[Any] = []
 
-        def configure_model(self) -> None:
-            self.num_calls += 1
-            self.seen = [torch.zeros(1).dtype, torch.get_default_dtype(), self.head.weight.dtype]
+    def note(self: Any) -> None:
+        seen.append([torch.zeros(1).dtype, torch.get_default_dtype(), self.head.weight.dtype])
 
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(module := Late(), loader(1))
-    return module.num_calls, module.seen
+    run.fit(plain_with(configure_model=note), loader(1), max_epochs=1)
+    return seen
 
 
+@behaviour
 def default_dtype_in_steps(run: Run) -> Any:
-    class Looks(Plain):
-        seen: tuple[Any, ...] = ()
+    seen: list[Any] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            type(self).seen = torch.get_default_dtype(), torch.zeros(1).dtype, torch.is_grad_enabled()
-            return super().training_step(batch, batch_idx)
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen[:] = torch.get_default_dtype(), torch.zeros(1).dtype, torch.is_grad_enabled()
+        return Plain.training_step(self, batch, batch_idx)
 
-    run.trainer(max_epochs=1).fit(Looks(), loader(1))
-    return Looks.seen, torch.get_default_dtype()
+    run.fit(plain_with(training_step=step), loader(1), max_epochs=1)
+    return seen, torch.get_default_dtype()
 
 
+@behaviour
 def floating_dtypes_seen(run: Run) -> Any:
     """By width, in every precision: of batches, activations, losses, gradients, files, predictions and the module."""
     seen: dict[str, Any] = {}
 
+    def note(name: str, *tensors: Any) -> None:
+        seen[name] = {str(each.dtype)[6:] for each in tensors}
+
     class Looks(Plain):
         def configure_model(self) -> None:
-            seen["configure_model"] = str(torch.zeros(1).dtype)[6:]
+            note("configure_model", torch.zeros(1))
 
         def configure_optimizers(self) -> Any:
-            seen["configure_optimizers"] = str(self.dtype)[6:]
+            note("configure_optimizers", self)
             return super().configure_optimizers()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["batch"] = str(batch[0].dtype)[6:]
-            seen["output"] = str(self(batch[0]).dtype)[6:]
+            note("batch", batch[0])
+            note("output", self(batch[0]))
             return super().training_step(batch, batch_idx)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen["gradient"] = {str(each.grad.dtype)[6:] for each in self.parameters()}
+            note("gradient", *(each.grad for each in self.parameters()))
 
         def on_save_checkpoint(self, checkpoint: Any) -> None:
-            seen["file"] = {str(each.dtype)[6:] for each in checkpoint["state_dict"].values()}
+            note("file", *checkpoint["state_dict"].values())
 
-    trainer = run.trainer()
-    trainer.fit(module := Looks(), loader(), loader())
+    trainer, module = run.fit(Looks(), loader(), loader())
     trainer.save_checkpoint(run.folder / "a.ckpt")
-    seen["module after"] = str(module.dtype)[6:]
-    predictions = trainer.predict(module, loader())
-    assert predictions is not None
-    seen["prediction"] = {str(each.dtype)[6:] for each in predictions}
-    seen["module after prediction"] = str(module.dtype)[6:]
+    note("module after", module)
+    note("prediction", *trainer.predict(module, loader()))
+    note("module after prediction", module)
     return seen
 
 
-def tuned(what: str) -> Any:
-    def behaviour(run: Run) -> Any:
-        class Sized(Plain):
-            def __init__(self) -> None:
-                super().__init__()
-                self.batch_size = 2
-                self.lr = 0.1
+def tuned(what: str, run: Run) -> Any:
+    class Sized(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size, self.lr = 2, 0.1
 
-            def train_dataloader(self) -> Any:
-                return torch.utils.data.DataLoader(loader(8).dataset, batch_size=self.batch_size)
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(loader(8).dataset, batch_size=self.batch_size)
 
-        module, trainer = Sized(), run.trainer(max_epochs=1)
-        before = {name: value.clone() for name, value in module.state_dict().items()}
-        if what == "lr":
-            found = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
-            assert found is not None
-            seen: Any = found.results, found.suggestion(skip_begin=1, skip_end=1), module.lr
-        else:
-            seen = Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2), module.batch_size
-        now = module.state_dict()
-        same = all(torch.allclose(value.float(), before[name], atol=1e-2) for name, value in now.items())
-        trainer.fit(module)
-        return seen, same, trainer.global_step, run.files(), module.state_dict()
-
-    return behaviour
+    module, trainer = Sized(), run.trainer(max_epochs=1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    if what == "lr":
+        found: Any = Tuner(trainer).lr_find(module, num_training=6, min_lr=1e-4, max_lr=1e-1)
+        seen: Any = found.results, found.suggestion(skip_begin=1, skip_end=1), module.lr
+    else:
+        seen = Tuner(trainer).scale_batch_size(module, mode=what, max_trials=3, init_val=2), module.batch_size
+    now = module.state_dict()
+    same = all(torch.allclose(value.float(), before[name], atol=1e-2) for name, value in now.items())
+    trainer.fit(module)
+    return seen, same, trainer.global_step, run.files(), module.state_dict()
 
 
+for _what in ("lr", "power", "binsearch"):
+    behaviour(functools.partial(tuned, _what), name=f"tuned_{_what}")
+
+
+@behaviour
 def logged_by_a_logger(run: Run) -> Any:
     calls: list[Any] = []
 
@@ -237,10 +229,10 @@ def logged_by_a_logger(run: Run) -> Any:
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
             calls.append(("metrics", metrics, step))
 
-        def log_hyperparams(self, params: Any = None, *args: Any) -> None:
+        def log_hyperparams(self, params: Any = None, *_: Any) -> None:
             calls.append(("hyperparams", params))
 
-        def log_graph(self, *args: Any) -> None:
+        def log_graph(self, *_: Any) -> None:
             calls.append(("graph",))
 
         def after_save_checkpoint(self, callback: Any) -> None:
@@ -253,58 +245,53 @@ def logged_by_a_logger(run: Run) -> Any:
             calls.append(("finalize", status))
 
     logger = Notes(run.folder, name="logs", version=0)
-    trainer = run.trainer(logger=logger, enable_checkpointing=True)
-    trainer.fit(Plain(), loader(), loader())
+    trainer, _ = run.fit(None, loader(), loader(), logger=logger, enable_checkpointing=True)
     trainer.test(Plain(), loader(), verbose=False)
     return calls
 
 
+@behaviour
 def profiled_actions(run: Run) -> Any:
-    trainer = run.trainer(profiler="simple", enable_checkpointing=True)
-    trainer.fit(Plain(), loader(2), loader(2))
+    trainer, _ = run.fit(None, loader(2), loader(2), profiler="simple", enable_checkpointing=True)
     return {name: len(times) for name, times in trainer.profiler.recorded_durations.items()}
 
 
+@behaviour
 def resumed(run: Run) -> Any:
-    first = run.trainer(max_epochs=1)
-    first.fit(Plain(), loader())
-    first.save_checkpoint(run.folder / "a.ckpt")
+    _, _, path = run.saved()
     seen = []
     for epochs in (1, 3):
-        trainer = run.trainer(max_epochs=epochs)
-        trainer.fit(module := Plain(), loader(), loader(), ckpt_path=run.folder / "a.ckpt")
+        trainer, module = run.fit(None, loader(), loader(), start={"ckpt_path": path}, max_epochs=epochs)
         seen.append((state_of(trainer), module.state_dict(), trainer.validate(module, loader(), verbose=False)))
     return seen
 
 
+@behaviour
 def trained_twice(run: Run) -> Any:
-    trainer = run.trainer(max_epochs=1)
-    trainer.fit(module := Plain(), loader())
+    trainer, module = run.fit(max_epochs=1)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader())
-    other = run.trainer(max_epochs=1)
-    other.fit(module, loader())
+    other, _ = run.fit(module, max_epochs=1)
     return state_of(trainer), state_of(other), module.state_dict()
 
 
+@behaviour
 def metrics_of_every_kind(run: Run) -> Any:
-    class Logs(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("int", batch_idx)
-            self.log("float", 0.5, on_step=True, on_epoch=True)
-            self.log(
-                "tensor", torch.tensor(batch_idx + self.global_rank), reduce_fx="max", on_epoch=True, sync_dist=True
-            )
-            self.log("double", torch.tensor(0.1, dtype=torch.float64))
-            self.log_dict({"a": torch.tensor(1), "b": torch.tensor(True)}, rank_zero_only=True)
-            self.log("sum", 1.0, reduce_fx="sum", on_epoch=True, on_step=False)
-            return {"loss": super().training_step(batch, batch_idx), "extra": batch_idx}
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        largest = {"reduce_fx": "max", "on_epoch": True, "sync_dist": True}
+        self.log("int", batch_idx)
+        self.log("float", 0.5, on_step=True, on_epoch=True)
+        self.log("tensor", torch.tensor(batch_idx + self.global_rank), **largest)
+        self.log("double", torch.tensor(0.1, dtype=torch.float64))
+        self.log_dict({"a": torch.tensor(1), "b": torch.tensor(True)}, rank_zero_only=True)
+        self.log("sum", 1.0, reduce_fx="sum", on_epoch=True, on_step=False)
+        return {"loss": Plain.training_step(self, batch, batch_idx), "extra": batch_idx}
 
-    trainer = run.trainer()
-    trainer.fit(Logs(), loader(), loader())
+    trainer, _ = run.fit(plain_with(training_step=step), loader(), loader())
     return trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
 
 
+@behaviour
 def evaluation_with_several_loaders(run: Run) -> Any:
     class Several(Plain):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -316,26 +303,3 @@ def evaluation_with_several_loaders(run: Run) -> Any:
     trainer, module = run.trainer(), Several()
     returned = trainer.validate(module, [loader(2), loader(1)], verbose=False)
     return returned, trainer.predict(module, [loader(2), loader(1)]), trainer.callback_metrics
-
-
-BEHAVIOURS = {
-    each.__name__: each
-    for each in (
-        state_during_a_fit,
-        class_of_a_loader,
-        model_of_the_trainer,
-        printed,
-        messages_of_a_fit,
-        init_module,
-        configure_model,
-        default_dtype_in_steps,
-        floating_dtypes_seen,
-        logged_by_a_logger,
-        profiled_actions,
-        resumed,
-        trained_twice,
-        metrics_of_every_kind,
-        evaluation_with_several_loaders,
-    )
-}
-BEHAVIOURS |= {f"tuned_{what}": tuned(what) for what in ("lr", "power", "binsearch")}

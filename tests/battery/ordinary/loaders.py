@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from tests import toy
-from tests.battery.ordinary.case import Manual, Row, samples
+from tests.battery.case import Manual, Row, row, samples
 
 
 def mine(tensor):
@@ -22,37 +22,39 @@ def mine(tensor):
     return tensor[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else tensor
 
 
+def my_samples():
+    return mine(samples().images), mine(samples().targets)
+
+
 class _Refills:
     """A loader with a length that fills the same memory for each batch."""
 
-    sampler = None
+    sampler, dtype = None, torch.float32
 
     def __init__(self):
-        blobs = samples()
-        self.images, self.targets = mine(blobs.images), mine(blobs.targets)
-        self.x, self.y = torch.empty(8, toy.NUM_FEATURES), torch.empty(8, dtype=torch.long)
+        self.images, self.targets = my_samples()
+        self.x, self.y = torch.empty(8, toy.NUM_FEATURES, dtype=self.dtype), torch.empty(8, dtype=torch.long)
 
     def __len__(self):
         return len(self.images) // 8
 
     def fill(self, i):
-        self.x.copy_(self.images[8 * i : 8 * i + 8])
+        self.x.copy_(self.seen(self.images[8 * i : 8 * i + 8]))
         self.y.copy_(self.targets[8 * i : 8 * i + 8])
         return self.x, self.y
 
+    def seen(self, images):
+        return images
+
     def __iter__(self):
-        for i in range(len(self)):
-            yield self.fill(i)
+        return (self.fill(i) for i in range(len(self)))
 
 
 class _RefillsNumpy(_Refills):
     """A buffer of NumPy's, as of a decoder or of shared memory."""
 
-    def __init__(self):
-        super().__init__()
-        self.buffer = np.empty((8, toy.NUM_FEATURES), dtype=np.float32)
-
     def fill(self, i):
+        self.buffer = getattr(self, "buffer", np.empty((8, toy.NUM_FEATURES), dtype=np.float32))
         self.buffer[:] = self.images[8 * i : 8 * i + 8].numpy()
         return torch.from_numpy(self.buffer), self.targets[8 * i : 8 * i + 8]
 
@@ -66,223 +68,81 @@ class _RefillsDict(_Refills):
 class _RefillsHalf(_Refills):
     """Already of the compute dtype."""
 
-    def __init__(self):
-        super().__init__()
-        self.x = self.x.half()
+    dtype = torch.float16
 
 
 class _RefillsBytes(_Refills):
-    def fill(self, i):
-        x, y = super().fill(i)
-        self.bytes = getattr(self, "bytes", torch.empty(x.shape, dtype=torch.uint8))
-        self.bytes.copy_((x * 32 + 128).clamp(0, 255))
-        return self.bytes, y
+    dtype = torch.uint8
+
+    def seen(self, images):
+        return (images * 32 + 128).clamp(0, 255)
 
 
-class Refilled(Row):
-    def train_dataloader(self):
-        return _Refills()
-
-
-class RefilledNumpy(Row):
-    def train_dataloader(self):
-        return _RefillsNumpy()
-
-
-class RefilledHalf(Row):
-    def train_dataloader(self):
-        return _RefillsHalf()
-
-    def forward(self, x):
-        return self.net(x.float())
-
-
-class RefilledBytes(Row):
-    def train_dataloader(self):
-        return _RefillsBytes()
-
-    def forward(self, x):
-        return self.net((x.float() - 128) / 32)
-
-
-class RefilledDict(Row):
-    def train_dataloader(self):
-        return _RefillsDict()
-
-    def loss(self, batch):
-        return F.cross_entropy(self(batch["image"]), batch["label"])
-
-
-class RefilledByHand(Manual):
-    def train_dataloader(self):
-        return _Refills()
-
-
-class RefilledAccumulated(Row):
-    settings = {"accumulate_grad_batches": 2}
-
-    def train_dataloader(self):
-        return _Refills()
-
-
-class RefilledInTurns(Row):
+class _Turns:
     """Two buffers in turns and no length: Lightning itself looks one batch ahead to know the last one, no further."""
 
-    class _Turns:
-        def __iter__(self):
-            one, other = _Refills(), _Refills()
-            return ((other if i % 2 else one).fill(i) for i in range(len(one)))
-
-    def train_dataloader(self):
-        return self._Turns()
+    def __iter__(self):
+        one, other = _Refills(), _Refills()
+        return ((other if i % 2 else one).fill(i) for i in range(len(one)))
 
 
-class RefilledInDataset(Row):
+class _OneBuffer(Dataset):
     """A dataset with one buffer for all samples, which it clones."""
 
-    class _OneBuffer(Dataset):
-        def __init__(self):
-            self.blobs, self.buffer = samples(), torch.empty(toy.NUM_FEATURES)
+    def __init__(self):
+        self.blobs, self.buffer = samples(), torch.empty(toy.NUM_FEATURES)
 
-        def __len__(self):
-            return len(self.blobs)
+    def __len__(self):
+        return len(self.blobs)
 
-        def __getitem__(self, i):
-            return self.buffer.copy_(self.blobs.images[i]).clone(), self.blobs.targets[i]
-
-    def train_dataloader(self):
-        return DataLoader(self._OneBuffer(), batch_size=8)
+    def __getitem__(self, i):
+        return self.buffer.copy_(self.blobs.images[i]).clone(), self.blobs.targets[i]
 
 
 class _Stream(IterableDataset):
     def __init__(self):
-        blobs = samples()
-        self.images, self.targets = mine(blobs.images), mine(blobs.targets)
+        self.images, self.targets = my_samples()
 
     def __iter__(self):
         return iter(zip(self.images, self.targets, strict=True))
 
 
-class Iterable(Row):
-    def train_dataloader(self):
-        return DataLoader(_Stream(), batch_size=8)
+class _Counted(_Stream):
+    def __len__(self):
+        return len(self.images)
 
 
-class IterableWithLength(Row):
-    ignored_warnings = ("Your `IterableDataset` has `__len__` defined",)
+class _Batches:
+    """Made once, given again in every epoch."""
 
-    class _Counted(_Stream):
-        def __len__(self):
-            return len(self.images)
+    def __init__(self):
+        self.batches = list(zip(*(part.split(8) for part in my_samples()), strict=True))
 
-    def train_dataloader(self):
-        return DataLoader(self._Counted(), batch_size=8)
+    def __iter__(self):
+        return iter(self.batches)
 
-
-class OwnLoader(Row):
-    """Batches made once, given again in every epoch."""
-
-    class _Batches:
-        def __init__(self):
-            blobs = samples()
-            self.batches = list(zip(mine(blobs.images).split(8), mine(blobs.targets).split(8), strict=True))
-
-        def __iter__(self):
-            return iter(self.batches)
-
-        def __len__(self):
-            return len(self.batches)
-
-    def train_dataloader(self):
-        return self._Batches()
+    def __len__(self):
+        return len(self.batches)
 
 
-class Generator(Row):
-    """A plain generator function, that ends by itself; one epoch."""
-
-    epochs = 1
-
-    def train_dataloader(self):
-        def batches():
-            for _ in range(3):
-                yield from DataLoader(_Stream(), batch_size=8)
-
-        return batches()
-
-
-class Limited(Row):
-    """Another loader is asked for in every epoch, and left after three batches."""
-
-    settings = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}
-    epochs = 4
-
-
-class Combined(Row):
-    """Two loaders of different lengths side by side."""
-
-    mode = "max_size_cycle"
-
-    def train_dataloader(self):
-        return CombinedLoader({"a": toy.loader(64), "b": toy.loader(32, batch_size=4)}, self.mode)
-
-    def loss(self, batch):
-        return sum(F.cross_entropy(self(batch[name][0]), batch[name][1]) for name in "ab") / 2
-
-
-class CombinedRefilled(Combined):
-    def train_dataloader(self):
-        return CombinedLoader({"a": _Refills(), "b": toy.loader(64)}, "min_size")
-
-
-class DictBatches(Row):
-    """Text, numbers, None and nests beside tensors."""
-
-    class _Dicts(toy.Blobs):
-        def __getitem__(self, i):
-            return {
-                "x": {"image": self.images[i]},
-                "y": [self.targets[i]],
-                "name": f"sample {i}",
-                "weight": 1.0 + 2.0**-20,
-            }
-
-    def train_dataloader(self):
-        return DataLoader(self._Dicts(), batch_size=8)
-
-    def loss(self, batch):
-        self.facts["weight"] = (batch["weight"].dtype, batch["weight"][0].item(), batch["name"][0])
-        return F.cross_entropy(self(batch["x"]["image"]), batch["y"][0])
+def endless_three():
+    """A plain generator function, that ends by itself."""
+    for _ in range(3):
+        yield from DataLoader(_Stream(), batch_size=8)
 
 
 class Batch:
     """A user's own: knows how to move, and has more than tensors."""
 
     def __init__(self, samples):
-        self.x, self.y = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+        self.x, self.y = default_collate(samples)
 
     def to(self, device, non_blocking=False):
         self.x, self.y = self.x.to(device), self.y.to(device)
         return self
 
 
-class OwnBatches(Row):
-    def train_dataloader(self):
-        return DataLoader(samples(), batch_size=8, collate_fn=Batch)
-
-    def loss(self, batch):
-        self.facts["dtype"] = batch.x.dtype
-        return F.cross_entropy(self(batch.x), batch.y)
-
-
 Pair = namedtuple("Pair", "x y")
-
-
-class NamedBatches(Row):
-    def train_dataloader(self):
-        return DataLoader(samples(), batch_size=8, collate_fn=lambda s: Pair(*torch.utils.data.default_collate(s)))
-
-    def loss(self, batch):
-        return F.cross_entropy(self(batch.x), batch.y)
 
 
 @dataclasses.dataclass
@@ -292,24 +152,100 @@ class Data:
     name: str = ""
 
 
-class DataclassBatches(NamedBatches):
-    def train_dataloader(self):
-        return DataLoader(samples(), batch_size=8, collate_fn=lambda s: Data(*torch.utils.data.default_collate(s)))
+class _Dicts(toy.Blobs):
+    """Text, numbers, None and nests beside tensors."""
+
+    def __getitem__(self, i):
+        one = {"x": {"image": self.images[i]}, "y": [self.targets[i]]}
+        return one | {"name": f"sample {i}", "weight": 1.0 + 2.0**-20}
 
 
-class Ragged(Row):
+class _Noisy(toy.Blobs):
+    def __getitem__(self, i):
+        return self.images[i] + 0.1 * torch.randn(toy.NUM_FEATURES), self.targets[i]
+
+
+def ragged(samples):
     """Sequences of different lengths: a list of tensors."""
+    return [x[: 12 - i] for i, (x, _) in enumerate(samples)], torch.stack([y for _, y in samples])
 
-    def train_dataloader(self):
-        def collate(samples):
-            return [x[: 12 - i] for i, (x, _) in enumerate(samples)], torch.stack([y for _, y in samples])
 
-        return DataLoader(samples(), batch_size=8, collate_fn=collate)
+def loss_of_ragged(self, batch):
+    x = torch.nn.utils.rnn.pad_sequence(batch[0], batch_first=True)
+    return F.cross_entropy(self(F.pad(x, (0, 12 - x.shape[1]))), batch[1])
 
-    def loss(self, batch):
-        x, y = batch
-        x = torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
-        return F.cross_entropy(self(F.pad(x, (0, 12 - x.shape[1]))), y)
+
+def loss_of_dicts(self, batch):
+    self.facts["weight"] = (batch["weight"].dtype, batch["weight"][0].item(), batch["name"][0])
+    return F.cross_entropy(self(batch["x"]["image"]), batch["y"][0])
+
+
+def loss_of_two(self, batch):
+    return sum(F.cross_entropy(self(batch[name][0]), batch[name][1]) for name in "ab") / 2
+
+
+def loss_of_fields(self, batch):
+    self.facts["dtype"] = batch.x.dtype
+    return F.cross_entropy(self(batch.x), batch.y)
+
+
+def fed(make, base=Row, **more):
+    """A row with a loader of its own."""
+    return row(base, train_dataloader=lambda self: make(), **more)
+
+
+def collated(collate, data=samples, **more):
+    return fed(lambda: DataLoader(data(), batch_size=8, collate_fn=collate), **more)
+
+
+def of_samples(data=samples, **options):
+    return fed(lambda: DataLoader(data(), batch_size=8, **options))
+
+
+ROWS = {
+    "Refilled": fed(_Refills),
+    "RefilledNumpy": fed(_RefillsNumpy),
+    "RefilledHalf": fed(_RefillsHalf, forward=lambda self, x: self.net(x.float())),
+    "RefilledBytes": fed(_RefillsBytes, forward=lambda self, x: self.net((x.float() - 128) / 32)),
+    "RefilledDict": fed(_RefillsDict, loss=lambda self, b: F.cross_entropy(self(b["image"]), b["label"])),
+    "RefilledByHand": fed(_Refills, Manual),
+    "RefilledAccumulated": fed(_Refills, settings={"accumulate_grad_batches": 2}),
+    "RefilledInTurns": fed(_Turns),
+    "RefilledInDataset": of_samples(_OneBuffer),
+    "Iterable": of_samples(_Stream),
+    "IterableWithLength": fed(
+        lambda: DataLoader(_Counted(), batch_size=8),
+        ignored_warnings=("Your `IterableDataset` has `__len__` defined",),
+    ),
+    "OwnLoader": fed(_Batches),
+    "Generator": fed(endless_three, epochs=1),
+    "Limited": row(  # another loader is asked for in every epoch, and left after three batches
+        settings={"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}, epochs=4
+    ),
+    "Combined": fed(  # two loaders of different lengths side by side
+        lambda: CombinedLoader({"a": toy.loader(64), "b": toy.loader(32, batch_size=4)}, "max_size_cycle"),
+        loss=loss_of_two,
+    ),
+    "CombinedRefilled": fed(
+        lambda: CombinedLoader({"a": _Refills(), "b": toy.loader(64)}, "min_size"), loss=loss_of_two
+    ),
+    "DictBatches": fed(lambda: DataLoader(_Dicts(), batch_size=8), loss=loss_of_dicts),
+    "OwnBatches": collated(Batch, loss=loss_of_fields),
+    "NamedBatches": collated(lambda s: Pair(*default_collate(s)), loss=loss_of_fields),
+    "DataclassBatches": collated(lambda s: Data(*default_collate(s)), loss=loss_of_fields),
+    "Ragged": collated(ragged, loss=loss_of_ragged),
+    # "fork": in a process of the pool it would be "spawn", and import torch again
+    "OneWorker": of_samples(num_workers=1, persistent_workers=True, multiprocessing_context="fork"),
+    "Shuffled": of_samples(shuffle=True, drop_last=True),
+    "LastBatchIsSmall": of_samples(lambda: toy.Blobs(60)),
+    "BeforeTransfer": row(on_before_batch_transfer=lambda self, b, _: (b[0].clamp(-2, 2), b[1])),
+}
+
+
+class AugmentedAfterTransfer(Row):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.facts["dtype"] = batch[0].dtype
+        return batch[0] + 0.25, batch[1]
 
 
 class MovedByHand(Row):
@@ -320,21 +256,7 @@ class MovedByHand(Row):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return x * 0.5, y
-
-
-class AugmentedAfterTransfer(Row):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        self.facts["dtype"] = x.dtype
-        return x + 0.25, y
-
-
-class BeforeTransfer(Row):
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return x.clamp(-2, 2), y
+        return batch[0] * 0.5, batch[1]
 
 
 class DataloaderIter(Row):
@@ -345,26 +267,6 @@ class DataloaderIter(Row):
     def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         return self.note(self.loss(batch))
-
-
-class OneWorker(Row):
-    epochs = 2
-
-    def train_dataloader(self):
-        # "fork": in a process of the pool it would be "spawn", and import torch again
-        return DataLoader(
-            samples(), batch_size=8, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-        )
-
-
-class Shuffled(Row):
-    def train_dataloader(self):
-        return DataLoader(samples(), batch_size=8, shuffle=True, drop_last=True)
-
-
-class LastBatchIsSmall(Row):
-    def train_dataloader(self):
-        return DataLoader(toy.Blobs(60), batch_size=8)
 
 
 class _Changing(Row):
@@ -411,16 +313,12 @@ class ChangedAtEpochStart(_Changing):
 class DrawsInDataset(Row):
     """Augmentation and dropout draw from one generator: the order of draws is the order of use."""
 
-    class _Noisy(toy.Blobs):
-        def __getitem__(self, i):
-            return self.images[i] + 0.1 * torch.randn(toy.NUM_FEATURES), self.targets[i]
-
     def build(self):
         super().build()
         self.net.insert(2, torch.nn.Dropout(0.2))
 
     def train_dataloader(self):
-        return DataLoader(self._Noisy(), batch_size=8)
+        return DataLoader(_Noisy(), batch_size=8)
 
 
 class ReplayBuffer(Row):
@@ -428,8 +326,7 @@ class ReplayBuffer(Row):
 
     class _Replay(IterableDataset):
         def __init__(self):
-            blobs = samples()
-            self.items = list(zip(mine(blobs.images)[:16], mine(blobs.targets)[:16], strict=True))
+            self.items = list(zip(*(part[:16] for part in my_samples()), strict=True))
 
         def __iter__(self):
             for i in range(32):

@@ -6,44 +6,34 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from torch import nn, optim
 
 from tests import toy
-from tests.battery.ordinary.case import Manual, Row
+from tests.battery.case import Manual, Row, row
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
+SCALED = {"16-mixed": "gap"}
+"""Lightning's mixed precision unscales in `optimizer.step` at the earliest: what comes before sees, and clips,
+gradients times the scale, and learns nothing. A raw optimizer steps with them."""
 
-class Accumulates(Row):
-    settings = {"accumulate_grad_batches": 2}
-
-
-class AccumulatesUnevenly(Row):
-    """The last step of an epoch has fewer batches."""
-
-    settings = {"accumulate_grad_batches": 3}
-    epochs = 5
-
-
-class ClipsNorm(Row):
-    settings = {"gradient_clip_val": 0.1}
-    lr = 0.3
-
-
-class ClipsValue(Row):
-    settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    lr = 0.3
+CLIPS = {"gradient_clip_val": 0.1}
+ROWS = {
+    "Accumulates": row(settings={"accumulate_grad_batches": 2}),
+    "AccumulatesUnevenly": row(settings={"accumulate_grad_batches": 3}, epochs=5),  # less in an epoch's last step
+    "ClipsNorm": row(settings=CLIPS, lr=0.3),
+    "ClipsValue": row(settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, lr=0.3),
+    "ClipsAndAccumulates": row(settings=CLIPS | {"accumulate_grad_batches": 2}, lr=0.5, epochs=5),
+    "ClipsByOwnHook": row(
+        configure_gradient_clipping=lambda self, optimizer, *_, **__: self.clip_gradients(optimizer, 0.1, "norm"),
+        lr=0.3,
+    ),
+    "ByHand": row(Manual),
+}
 
 
-class ClipsAndAccumulates(Row):
-    settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-    lr, epochs = 0.5, 5
-
-
-class ClipsByOwnHook(Row):
-    lr = 0.3
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+def total_norm(self):
+    return torch.stack([p.grad.float().norm() for p in self.parameters()]).norm()
 
 
 class NoisyGradients(Row):
@@ -59,14 +49,8 @@ class GradientNorms(Row):
     """Logged by Lightning's own helper."""
 
     def on_before_optimizer_step(self, optimizer):
-        norms = lightning_norms(self.net)
+        norms = grad_norm(self.net, norm_type=2)
         self.facts["norms are of unscaled gradients"] = 0 < norms["grad_2.0_norm_total"] < 20
-
-
-def lightning_norms(module):
-    from lightning.pytorch.utilities import grad_norm
-
-    return grad_norm(module, norm_type=2)
 
 
 class TensorHooks(Row):
@@ -136,10 +120,7 @@ class GradientPenalty(Row):
 
 class UnusedParameters(Row):
     find_unused = True
-
-    def build(self):
-        super().build()
-        self.other, self.never = nn.Linear(NUM_FEATURES, NUM_CLASSES), nn.Linear(2, 2)
+    adds = {"other": lambda: nn.Linear(NUM_FEATURES, NUM_CLASSES), "never": lambda: nn.Linear(2, 2)}
 
     def loss(self, batch):
         x, y = batch
@@ -147,15 +128,6 @@ class UnusedParameters(Row):
 
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
-
-
-SCALED = {"16-mixed": "gap"}
-"""Lightning's mixed precision unscales in `optimizer.step` at the earliest: what comes before sees, and clips,
-gradients times the scale, and learns nothing. A raw optimizer steps with them."""
-
-
-class ByHand(Manual):
-    pass
 
 
 class ByHandWithClosure(Manual):
@@ -170,121 +142,91 @@ class ByHandWithClosure(Manual):
         optimizer.step(closure=closure)
 
 
-class _Clips(Manual):
-    lr = 0.3
-    mixed_fails = SCALED
+class _InTurns(Manual):
+    """A step after every `every` backwards; what a row does to gradients comes before it."""
+
+    every, uses_wrapper, waits = 1, True, False  # the last: ranks average in the last backward of a step only
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.note(self.loss(batch)))
-        self.facts["dtypes"] = {p.grad.dtype for p in self.parameters()}
-        self.clip(optimizer)
-        optimizer.step()
+        optimizer = self.optimizers(use_pl_optimizer=self.uses_wrapper)
+        is_last = (batch_idx + 1) % self.every == 0
+        with self.trainer.strategy.block_backward_sync() if self.waits and not is_last else nullcontext():
+            self.manual_backward(self.note(self.loss(batch)) / self.every)
+        self.after_each_backward()
+        if is_last:
+            self.before_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
 
+    def after_each_backward(self):
+        pass
 
-class ByHandClips(_Clips):
-    def clip(self, optimizer):
+    def before_step(self, optimizer):
+        pass
+
+    def clip_by_torch(self, optimizer):
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        if self.uses_wrapper:
+            self.facts["norm is of unscaled gradients"] = 0 < norm.item() < 20
+
+    def clip_by_lightning(self, optimizer):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
-
-class ByHandClipsValue(_Clips):
-    def clip(self, optimizer):
+    def clip_values_by_lightning(self, optimizer):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
+    def clip_values_by_torch(self, optimizer):
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
-class ByHandTorchClips(_Clips):
-    def clip(self, optimizer):
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        self.facts["norm is of unscaled gradients"] = 0 < norm.item() < 20
-
-
-class ByHandTorchClipsValue(_Clips):
-    def clip(self, optimizer):
-        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
-
-
-class ByHandChangesGradients(_Clips):
-    """Normalised by hand, in place and by assignment."""
-
-    def clip(self, optimizer):
-        total = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+    def normalise(self, optimizer):
+        """By hand, in place and by assignment."""
+        total = total_norm(self)
         for i, p in enumerate(self.parameters()):
             if i % 2:
                 p.grad = p.grad / (1 + total)
             else:
                 p.grad.div_(1 + total)
 
+    def look(self):
+        self.facts["norm is of unscaled gradients"] = 0 < total_norm(self).item() < 20
 
-class ByHandAccumulates(Manual):
-    """Two backwards a step."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        self.manual_backward(self.note(self.loss(batch)) / 2)
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    def note_dtypes(self):
+        self.facts["dtypes"] = {p.grad.dtype for p in self.parameters()}
 
 
-class ByHandAccumulatesAndClips(ByHandAccumulates):
-    lr, epochs = 0.5, 5
-    mixed_fails = SCALED
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        self.manual_backward(self.note(self.loss(batch)) / 2)
-        if batch_idx % 2:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
+def in_turns(before_step=_InTurns.before_step, **more):
+    return row(_InTurns, before_step=before_step, **more)
 
 
-class ByHandLooksAndAccumulates(ByHandAccumulates):
-    """Looks at gradients after each backward, not at the end only."""
-
-    mixed_fails = {"16-mixed": "norm is of unscaled gradients is False"}
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        self.manual_backward(self.note(self.loss(batch)) / 2)
-        norm = torch.stack([p.grad.float().norm() for p in self.parameters()]).norm()
-        self.facts["norm is of unscaled gradients"] = 0 < norm.item() < 20
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+def clips(how):
+    return in_turns(how, after_each_backward=_InTurns.note_dtypes, lr=0.3, mixed_fails=SCALED)
 
 
-class ByHandNoSync(Manual):
-    """Averaged over ranks in the last batch of a step only."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        is_last = batch_idx % 2 == 1
-        with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
-            self.manual_backward(self.note(self.loss(batch)) / 2)
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class ByHandNoSyncAndClips(Manual):
-    lr, epochs = 0.5, 5
-    mixed_fails = SCALED
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        is_last = batch_idx % 2 == 1
-        with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
-            self.manual_backward(self.note(self.loss(batch)) / 2)
-        if is_last:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+TWICE = {"every": 2, "lr": 0.5, "epochs": 5, "mixed_fails": SCALED}
+ROWS |= {
+    "ByHandClips": clips(_InTurns.clip_by_lightning),
+    "ByHandClipsValue": clips(_InTurns.clip_values_by_lightning),
+    "ByHandTorchClips": clips(_InTurns.clip_by_torch),
+    "ByHandTorchClipsValue": clips(_InTurns.clip_values_by_torch),
+    "ByHandChangesGradients": clips(_InTurns.normalise),
+    "ByHandAccumulates": in_turns(every=2),
+    "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
+    "ByHandLooksAndAccumulates": in_turns(  # looks at gradients after each backward, not at the end only
+        every=2,
+        after_each_backward=_InTurns.look,
+        mixed_fails={"16-mixed": "norm is of unscaled gradients is False"},
+    ),
+    "ByHandNoSync": in_turns(every=2, waits=True),
+    "ByHandNoSyncAndClips": in_turns(_InTurns.clip_by_torch, waits=True, **TWICE),
+    "ByHandRaw": in_turns(uses_wrapper=False, mixed_fails=SCALED),  # torch's own optimizer, not Lightning's wrapper
+    "ByHandRawAndClips": in_turns(_InTurns.clip_by_torch, uses_wrapper=False, lr=0.3),
+}
 
 
 class ByHandTwoBackwardsInABatch(Manual):
     """Half a batch each."""
+
+    worlds = (1,)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -296,8 +238,6 @@ class ByHandTwoBackwardsInABatch(Manual):
             self.manual_backward(losses[-1])
         self.note(torch.stack(losses).sum())
         optimizer.step()
-
-    worlds = (1,)
 
 
 class ByHandSchedules(Manual):
@@ -317,60 +257,35 @@ class ByHandSchedules(Manual):
         self.facts.setdefault("rates", []).append(round(by_step.get_last_lr()[0], 7))
 
 
-class ByHandRaw(Manual):
-    """Torch's own optimizer, not Lightning's wrapper."""
-
-    mixed_fails = SCALED
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(self.note(self.loss(batch)))
-        optimizer.step()
-
-
-class ByHandRawAndClips(Manual):
-    lr = 0.3
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(self.note(self.loss(batch)))
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        optimizer.step()
-
-
 class _Two(Manual):
     """Two parts with an optimizer each."""
 
     epochs = 5
-
-    def build(self):
-        super().build()
-        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+    adds = {"head": lambda: nn.Linear(NUM_FEATURES, NUM_CLASSES)}
 
     def configure_optimizers(self):
         return optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9), optim.Adam(self.head.parameters(), lr=1e-2)
+
+    def both(self, batch):
+        return self.note(self.loss(batch) + F.cross_entropy(self.head(batch[0]), batch[1]))
 
 
 class TwoOptimizers(_Two):
     """Both losses, then both steps."""
 
     def training_step(self, batch, batch_idx):
-        one, other = self.optimizers()
-        one.zero_grad()
-        other.zero_grad()
-        self.manual_backward(self.note(self.loss(batch) + F.cross_entropy(self.head(batch[0]), batch[1])))
-        one.step()
-        other.step()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.both(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
 
 
 class TwoOptimizersAlternate(_Two):
     """One in even batches, the other in odd ones; what the one at rest collects is dropped."""
 
     def training_step(self, batch, batch_idx):
-        loss = self.note(self.loss(batch) + F.cross_entropy(self.head(batch[0]), batch[1]))
-        self.manual_backward(loss)
+        self.manual_backward(self.both(batch))
         self.optimizers()[batch_idx % 2].step()
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -380,42 +295,37 @@ class TwoOptimizersAndClips(_Two):
     mixed_fails = SCALED
 
     def training_step(self, batch, batch_idx):
-        one, other = self.optimizers()
-        self.manual_backward(self.note(self.loss(batch) + F.cross_entropy(self.head(batch[0]), batch[1])))
-        self.clip_gradients(one, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        one.step()
-        one.zero_grad()
-        self.clip_gradients(other, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        other.step()
-        other.zero_grad()
+        self.manual_backward(self.both(batch))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class _Gan(Manual):
     """A generator that is to match the mean of the data; what is noted is how far it is from it."""
 
-    epochs = 6
+    epochs, find_unused = 6, True
     roundings = 24  # Adam divides by gradients that two players make small; the distance is a difference of means
-
-    def build(self):
-        self.generator = nn.Linear(4, NUM_FEATURES)
-        self.critic = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    parts = {
+        "generator": lambda: nn.Linear(4, NUM_FEATURES),
+        "critic": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)),
+    }
 
     def configure_optimizers(self):
-        return (
-            optim.Adam(self.generator.parameters(), lr=3e-2, betas=(0.5, 0.9)),
-            optim.Adam(self.critic.parameters(), lr=1e-2, betas=(0.5, 0.9), eps=1e-3),
-        )
+        generator = optim.Adam(self.generator.parameters(), lr=3e-2, betas=(0.5, 0.9))
+        return generator, optim.Adam(self.critic.parameters(), lr=1e-2, betas=(0.5, 0.9), eps=1e-3)
 
     def fake(self, batch_idx):
         return self.generator(torch.randn(8, 4, generator=torch.Generator().manual_seed(batch_idx)))
 
     def loss_of_critic(self, real, fake):
-        told = self.critic(torch.cat([real, fake.to(real.dtype)]))[:, 0]
-        return F.binary_cross_entropy_with_logits(told, (torch.arange(16) < 8).to(told.dtype))
+        said = self.critic(torch.cat([real, fake.to(real.dtype)]))[:, 0]
+        return F.binary_cross_entropy_with_logits(said, (torch.arange(16) < 8).to(said.dtype))
 
     def loss_of_generator(self, fake):
-        told = self.critic(fake)[:, 0]
-        return F.binary_cross_entropy_with_logits(told, torch.ones_like(told))
+        said = self.critic(fake)[:, 0]
+        return F.binary_cross_entropy_with_logits(said, torch.ones_like(said))
 
     def note_distance(self, real, fake):
         self.note((fake.detach().float().mean(0) - real.float().mean(0)).square().mean())
@@ -439,13 +349,9 @@ class GanToggles(_Gan):
         for_critic.zero_grad()
         self.untoggle_optimizer(for_critic)
 
-    find_unused = True
-
 
 class GanDoesNotToggle(_Gan):
     """`zero_grad` before each backward takes away what the other's loss left."""
-
-    find_unused = True
 
     def training_step(self, batch, batch_idx):
         real, (for_generator, for_critic) = batch[0], self.optimizers()
@@ -505,23 +411,21 @@ class Sam(optim.Optimizer):
         self.param_groups = self.base_optimizer.param_groups
         self.defaults.update(self.base_optimizer.defaults)
 
+    def trained(self):
+        return [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
     @torch.no_grad()
     def first_step(self):
-        norms = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for group in self.param_groups:
-            scale = group["rho"] / (torch.stack(norms).norm() + 1e-12)
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["old_p"] = p.data.clone()
-                    p.add_(p.grad * scale.to(p))
+        norm = torch.stack([p.grad.norm() for p, _ in self.trained()]).norm()
+        for p, group in self.trained():
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (group["rho"] / (norm + 1e-12)).to(p))
         self.zero_grad()
 
     @torch.no_grad()
     def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = self.state[p]["old_p"]
+        for p, _ in self.trained():
+            p.data = self.state[p]["old_p"]
         self.base_optimizer.step()
         self.zero_grad()
 

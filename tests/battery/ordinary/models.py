@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.battery.ordinary.case import HALF_SHOWS, Row, samples
+from tests.battery.case import HALF_SHOWS, Row, row, samples
 from tests.toy import NUM_CLASSES, NUM_FEATURES
+
+Value = nn.Parameter
 
 
 def tokens_of(x):
@@ -17,45 +21,136 @@ def tokens_of(x):
     return (x * 2).round().long().clamp(-4, 3) + 4
 
 
-class Plain(Row):
-    pass
+def values(**made):
+    """Parameters of one's own, made when the module is."""
+    return {name: lambda make=make: Value(make()) for name, make in made.items()}
 
 
-class Temperature(Row):
+def clip_logits(self, x):
+    return F.normalize(self.image(x), dim=-1) @ F.normalize(self.text, dim=-1).t()
+
+
+def clip(temperature):
     """The head of CLIP."""
-
-    def build(self):
-        self.image = nn.Linear(NUM_FEATURES, 8)
-        self.text = nn.Parameter(torch.randn(NUM_CLASSES, 8))
-        self.temperature = nn.Parameter(torch.tensor(4.0))
-
-    def forward(self, x):
-        logits = F.normalize(self.image(x), dim=-1) @ F.normalize(self.text, dim=-1).t()
-        return logits.float() * self.temperature
+    values_of_it = values(text=lambda: torch.randn(NUM_CLASSES, 8), temperature=lambda: torch.tensor(temperature))
+    return {"image": lambda: nn.Linear(NUM_FEATURES, 8), **values_of_it}
 
 
-class LogTemperature(Temperature):
-    def build(self):
-        super().build()
-        self.temperature = nn.Parameter(torch.tensor(math.log(4.0)))
-
-    def forward(self, x):
-        logits = F.normalize(self.image(x), dim=-1) @ F.normalize(self.text, dim=-1).t()
-        return logits * self.temperature.exp()
+def rms_scale(x):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-class Positional(Row):
-    def build(self):
-        super().build()
-        self.position = nn.Parameter(torch.zeros(NUM_FEATURES))
-
-    def forward(self, x):
-        return self.net(x + self.position)
+def filtered(self, x, gain):
+    return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * gain, n=NUM_FEATURES))
 
 
-class PositionalInFp32(Positional):
-    def forward(self, x):
-        return self.net(x.float() + self.position)
+def uncertain(self, batch):
+    """Several losses, weighted by learned variances (Kendall)."""
+    x, y = batch
+    logits = self(x)
+    losses = torch.stack([F.cross_entropy(logits, y), F.mse_loss(logits.softmax(-1), F.one_hot(y, 3).float())])
+    return (losses * torch.exp(-self.log_variances) + self.log_variances / 4).sum() + 1
+
+
+def glow(self, batch):
+    """An invertible linear flow: `slogdet` knows no half precision, with no autocast."""
+    z = batch[0] @ self.weight + self.shift
+    return z.float().square().sum(-1).mean() / 2 - torch.linalg.slogdet(self.weight)[1]
+
+
+def tied(self, batch):
+    """A language model in small: what reads tokens also writes them."""
+    tokens = tokens_of(batch[0])
+    context = self.embedding(tokens).cumsum(1) / torch.arange(1, 13)[:, None]
+    return F.cross_entropy(self.head(context).flatten(0, 1) / 4, tokens.flatten())
+
+
+def penalised(self, batch):
+    """Weight decay by hand, and a sparse first layer."""
+    decay = sum(p.pow(2).sum() for p in self.parameters())
+    return Row.loss(self, batch) + 1e-3 * decay + 1e-3 * self.net[0].weight.abs().sum()
+
+
+def targets(make, loss):
+    """Regression of numbers that half precision does not hold."""
+
+    def train_dataloader(self):
+        images = samples().images
+        return DataLoader(TensorDataset(images, make(images[:, :1] + images[:, 1:2])), batch_size=8)
+
+    net = {"net": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, 1))}
+    return row(parts=net, lr=0.05, train_dataloader=train_dataloader, loss=lambda self, b: loss(self(b[0]), b[1]))
+
+
+def large(sums):
+    return 1e5 * sums + 2e5  # beyond 65,504, the largest of fp16
+
+
+def vector(value, size=NUM_FEATURES):
+    return lambda: torch.full((size,), value)
+
+
+GAIN_AND_SHIFT = values(gain=vector(1.0, 16), shift=vector(0.0, 16))
+ROWS = {
+    "Plain": row(),
+    "Temperature": row(parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature),
+    "LogTemperature": row(
+        parts=clip(math.log(4.0)), forward=lambda self, x: clip_logits(self, x) * self.temperature.exp()
+    ),
+    "Positional": row(adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)),
+    "PositionalInFp32": row(
+        adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x.float() + self.position)
+    ),
+    "HandRMSNorm": row(adds=values(gain=vector(1.0)), forward=lambda self, x: self.net(x * rms_scale(x) * self.gain)),
+    "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
+        adds=GAIN_AND_SHIFT,
+        forward=lambda self, x: self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))),
+    ),
+    "FunctionalLayerNormOfInputs": row(
+        adds=GAIN_AND_SHIFT,
+        forward=lambda self, x: self.net(F.layer_norm(x, (12,), self.gain[:12], self.shift[:12])),
+    ),
+    "UncertaintyWeights": row(adds=values(log_variances=vector(0.0, 2)), loss=uncertain),
+    "FourierFilter": row(  # a learned filter on the spectrum, real and imaginary part in a last dimension (GFNet)
+        adds=values(filter=lambda: torch.stack([torch.ones(7), torch.zeros(7)], dim=-1)),
+        forward=lambda self, x: filtered(self, x, torch.view_as_complex(self.filter)),
+    ),
+    "RealFourierFilter": row(
+        adds=values(filter=vector(1.0, 7)), forward=lambda self, x: filtered(self, x, self.filter)
+    ),
+    "ComplexParameter": row(
+        adds=values(filter=lambda: torch.ones(7, dtype=torch.complex64)),
+        forward=lambda self, x: filtered(self, x, self.filter),
+        mixed_fails={"16-mixed": "not implemented for 'ComplexFloat'"},
+    ),
+    "Glow": row(
+        parts=values(weight=lambda: torch.eye(12) + 0.1 * torch.randn(12, 12), shift=vector(1.0)),
+        loss=glow,
+        lr=0.01,
+        refused=HALF_SHOWS,
+    ),
+    "Prototypes": row(  # classes by distance from learned points
+        adds=values(points=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES)),
+        forward=lambda self, x: -torch.cdist(self.net(x).float(), self.points),
+    ),
+    "LargeTargets": targets(large, lambda said, y: F.mse_loss(said.float(), y / 1e5)),
+    "SmallTargets": targets(  # that differ in a digit that fp16 has not: 1000.1 is not 1000.4
+        lambda sums: 1000 + sums / 8, lambda said, y: F.mse_loss(said.float(), (y - 1000) * 8)
+    ),
+    "DoubleTargets": targets(large, lambda said, y: F.mse_loss(said, (y / 1e5).double())),
+    "Penalty": row(loss=penalised),
+    "Einsum": row(
+        parts={
+            **values(w=lambda: torch.randn(NUM_FEATURES, NUM_CLASSES) * 0.3),
+            "b": lambda: nn.ParameterList([Value(torch.zeros(NUM_CLASSES))]),
+        },
+        forward=lambda self, x: torch.einsum("bi,io->bo", x, self.w) + self.b[0],
+    ),
+    "DoubleParameter": row(
+        adds=values(shift=lambda: torch.zeros(NUM_CLASSES, dtype=torch.float64)),
+        forward=lambda self, x: self.net(x) + self.shift,
+    ),
+}
 
 
 class ClassToken(Row):
@@ -64,8 +159,7 @@ class ClassToken(Row):
 
     def build(self):
         self.embed, self.head = nn.Linear(4, 16), nn.Linear(16, NUM_CLASSES)
-        self.token = nn.Parameter(torch.zeros(1, 1, 16))
-        self.position = nn.Parameter(torch.randn(1, 4, 16) * 0.02)
+        self.token, self.position = Value(torch.zeros(1, 1, 16)), Value(torch.randn(1, 4, 16) * 0.02)
         self.mix = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 
     def forward(self, x):
@@ -76,9 +170,7 @@ class ClassToken(Row):
 class MaskToken(Row):
     """BERT, MAE: some places get a learned value."""
 
-    def build(self):
-        super().build()
-        self.token = nn.Parameter(torch.zeros(()))
+    adds = values(token=lambda: torch.zeros(()))
 
     def forward(self, x):
         x = x.clone()
@@ -87,28 +179,18 @@ class MaskToken(Row):
         return self.net(x)
 
 
-class HandRMSNorm(Row):
-    def build(self):
-        super().build()
-        self.gain = nn.Parameter(torch.ones(NUM_FEATURES))
-
-    def forward(self, x):
-        return self.net(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain)
-
-
-class HandRMSNormInFp32(HandRMSNorm):
+class HandRMSNormInFp32(Row):
     """Llama's."""
+
+    adds = values(gain=vector(1.0))
 
     def forward(self, x):
         h = self.net[0](x).float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.net[2](F.relu(self.gain.repeat(2)[:16] * h))
+        return self.net[2](F.relu(self.gain.repeat(2)[:16] * (h * rms_scale(h))))
 
 
 class HandLayerNorm(Row):
-    def build(self):
-        super().build()
-        self.gain, self.shift = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+    adds = GAIN_AND_SHIFT
 
     def forward(self, x):
         x = self.net[0](x)
@@ -116,122 +198,40 @@ class HandLayerNorm(Row):
         return self.net[2](F.relu(self.gain * x + self.shift))
 
 
-class FunctionalLayerNorm(Row):
-    """ConvNeXt's: a module of one's own with `F.layer_norm`."""
-
-    def build(self):
-        super().build()
-        self.gain, self.shift = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
-
-    def forward(self, x):
-        return self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift)))
-
-
-class FunctionalLayerNormOfInputs(FunctionalLayerNorm):
-    def forward(self, x):
-        return self.net(F.layer_norm(x, (NUM_FEATURES,), self.gain[:NUM_FEATURES], self.shift[:NUM_FEATURES]))
-
-
 class LayerScale(Row):
-    def build(self):
-        super().build()
-        self.scale = nn.Parameter(torch.full((16,), 0.1))
+    adds = values(scale=vector(0.1, 16))
 
     def forward(self, x):
         h = self.net[0](x)
         return self.net[2](h + self.scale * torch.tanh(h.float()))
 
 
-class UncertaintyWeights(Row):
-    """Several losses, weighted by learned variances (Kendall)."""
-
-    def build(self):
-        super().build()
-        self.log_variances = nn.Parameter(torch.zeros(2))
-
-    def loss(self, batch):
-        x, y = batch
-        logits = self(x)
-        losses = torch.stack([F.cross_entropy(logits, y), F.mse_loss(logits.softmax(-1), F.one_hot(y, 3).float())])
-        return (losses * torch.exp(-self.log_variances) + self.log_variances / 4).sum() + 1
-
-
 class Crf(Row):
     """A linear chain, its normaliser by the forward algorithm."""
 
-    def build(self):
-        self.emission = nn.Linear(4, NUM_CLASSES)
-        self.transition = nn.Parameter(torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.1)
-        self.first = nn.Parameter(torch.zeros(NUM_CLASSES))
+    parts = {
+        "emission": lambda: nn.Linear(4, NUM_CLASSES),
+        **values(transition=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.1, first=vector(0.0, NUM_CLASSES)),
+    }
 
     def loss(self, batch):
         x, y = batch
-        emissions = self.emission(x.view(-1, 3, 4))
-        tags = torch.stack([y, (y + 1) % 3, y], dim=1)
+        emissions, tags = self.emission(x.view(-1, 3, 4)), torch.stack([y, (y + 1) % 3, y], dim=1)
         alpha, score = self.first + emissions[:, 0], self.first[y] + emissions[:, 0].gather(1, tags[:, :1])[:, 0]
-        for t in (1, 2):
+        for before, t in pairwise(range(3)):
             alpha = torch.logsumexp(alpha.unsqueeze(2) + self.transition, dim=1) + emissions[:, t]
-            score = (
-                score
-                + self.transition[tags[:, t - 1], tags[:, t]]
-                + emissions[:, t].gather(1, tags[:, t : t + 1])[:, 0]
-            )
+            score = score + self.transition[tags[:, before], tags[:, t]]
+            score = score + emissions[:, t].gather(1, tags[:, t : t + 1])[:, 0]
         return (torch.logsumexp(alpha, dim=1) - score).mean()
-
-
-class FourierFilter(Row):
-    """A learned filter on the spectrum, real and imaginary part in a last dimension (GFNet)."""
-
-    def build(self):
-        super().build()
-        self.filter = nn.Parameter(torch.stack([torch.ones(7), torch.zeros(7)], dim=-1))
-
-    def forward(self, x):
-        return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * torch.view_as_complex(self.filter), n=NUM_FEATURES))
-
-
-class RealFourierFilter(Row):
-    def build(self):
-        super().build()
-        self.filter = nn.Parameter(torch.ones(7))
-
-    def forward(self, x):
-        return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=NUM_FEATURES))
-
-
-class ComplexParameter(Row):
-    mixed_fails = {"16-mixed": "not implemented for 'ComplexFloat'"}
-
-    def build(self):
-        super().build()
-        self.filter = nn.Parameter(torch.ones(7, dtype=torch.complex64))
-
-    def forward(self, x):
-        return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter, n=NUM_FEATURES))
-
-
-class Glow(Row):
-    """An invertible linear flow: `slogdet` knows no half precision, with no autocast."""
-
-    refused = HALF_SHOWS
-
-    lr = 0.01
-
-    def build(self):
-        self.weight = nn.Parameter(torch.eye(NUM_FEATURES) + 0.1 * torch.randn(NUM_FEATURES, NUM_FEATURES))
-        self.shift = nn.Parameter(torch.full((NUM_FEATURES,), 1.0))
-
-    def loss(self, batch):
-        z = batch[0] @ self.weight + self.shift
-        return z.float().square().sum(-1).mean() / 2 - torch.linalg.slogdet(self.weight)[1]
 
 
 class Vae(Row):
     lr, epochs, falls_to = 0.02, 5, 0.8
-
-    def build(self):
-        self.encoder, self.decoder = nn.Linear(NUM_FEATURES, 8), nn.Linear(4, NUM_FEATURES)
-        self.prior = nn.Parameter(torch.zeros(4))
+    parts = {
+        "encoder": lambda: nn.Linear(NUM_FEATURES, 8),
+        "decoder": lambda: nn.Linear(4, NUM_FEATURES),
+        **values(prior=vector(0.0, 4)),
+    }
 
     def loss(self, batch):
         mu, log_sigma = self.encoder(batch[0]).tanh().chunk(2, dim=-1)
@@ -242,39 +242,23 @@ class Vae(Row):
         return F.mse_loss(x, batch[0]) + 0.1 * divergence.mean()
 
 
-class Prototypes(Row):
-    """Classes by distance from learned points."""
-
-    def build(self):
-        super().build()
-        self.points = nn.Parameter(torch.randn(NUM_CLASSES, NUM_CLASSES))
-
-    def forward(self, x):
-        return -torch.cdist(self.net(x).float(), self.points)
-
-
 class TiedWeights(Row):
-    """A language model in small: what reads tokens also writes them."""
-
     lr, epochs, falls_to = 1.0, 8, 0.9
+    loss = tied
 
     def build(self):
-        self.embedding = nn.Embedding(8, 16)
-        self.head = nn.Linear(16, 8, bias=False)
+        self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
         self.head.weight = self.embedding.weight
-
-    def loss(self, batch):
-        tokens = tokens_of(batch[0])
-        context = self.embedding(tokens).cumsum(1) / torch.arange(1, 13)[:, None]
-        return F.cross_entropy(self.head(context).flatten(0, 1) / 4, tokens.flatten())
 
 
 class Rotary(Row):
     """Rotary embedding far out in a sequence: its frequencies are a buffer."""
 
-    def build(self):
-        self.register_buffer("inv_freq", 1.0 / (10000 ** (torch.arange(0, 4, 2).float() / 4)))
-        self.qk, self.out = nn.Linear(4, 8), nn.Linear(4, NUM_CLASSES)
+    parts = {
+        "inv_freq": lambda: 1.0 / (10000 ** (torch.arange(0, 4, 2).float() / 4)),
+        "qk": lambda: nn.Linear(4, 8),
+        "out": lambda: nn.Linear(4, NUM_CLASSES),
+    }
 
     def forward(self, x):
         angles = torch.outer(torch.arange(4000, 4003).float(), self.inv_freq).repeat(1, 2)
@@ -286,65 +270,29 @@ class Rotary(Row):
 class MaskBuffer(Row):
     """Attention with a causal mask of -1e9."""
 
-    def build(self):
-        self.register_buffer("mask", torch.full((3, 3), -1e9).triu(1))
-        self.qkv, self.out = nn.Linear(4, 24), nn.Linear(8, NUM_CLASSES)
+    parts = {
+        "mask": lambda: torch.full((3, 3), -1e9).triu(1),
+        "qkv": lambda: nn.Linear(4, 24),
+        "out": lambda: nn.Linear(8, NUM_CLASSES),
+    }
+
+    def masked(self, scores):
+        return scores + self.mask
 
     def forward(self, x):
         q, k, v = self.qkv(x.view(-1, 3, 4)).chunk(3, dim=-1)
-        return self.out((F.softmax(q @ k.transpose(1, 2) / 3 + self.mask, dim=-1) @ v).sum(1))
+        return self.out((F.softmax(self.masked(q @ k.transpose(1, 2) / 3), dim=-1) @ v).sum(1))
 
 
 class FilledMask(MaskBuffer):
-    def forward(self, x):
-        q, k, v = self.qkv(x.view(-1, 3, 4)).chunk(3, dim=-1)
-        scores = (q @ k.transpose(1, 2) / 3).masked_fill(self.mask < 0, float("-inf"))
-        return self.out((F.softmax(scores, dim=-1) @ v).sum(1))
-
-
-class LargeTargets(Row):
-    """Regression of numbers beyond 65,504, the largest of fp16."""
-
-    lr = 0.05
-
-    def build(self):
-        self.net = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def train_dataloader(self):
-        blobs = samples()
-        targets = 1e5 * (blobs.images[:, :1] + blobs.images[:, 1:2]) + 2e5
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(blobs.images, targets), batch_size=8)
-
-    def loss(self, batch):
-        x, y = batch
-        return F.mse_loss(self(x).float(), y / 1e5)
-
-
-class SmallTargets(LargeTargets):
-    """Targets that differ in a digit that fp16 has not: 1000.1 is not 1000.4."""
-
-    def train_dataloader(self):
-        blobs = samples()
-        targets = 1000 + (blobs.images[:, :1] + blobs.images[:, 1:2]) / 8
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(blobs.images, targets), batch_size=8)
-
-    def loss(self, batch):
-        x, y = batch
-        return F.mse_loss(self(x).float(), (y - 1000) * 8)
-
-
-class DoubleTargets(LargeTargets):
-    def loss(self, batch):
-        x, y = batch
-        return F.mse_loss(self(x), (y / 1e5).double())
+    def masked(self, scores):
+        return scores.masked_fill(self.mask < 0, float("-inf"))
 
 
 class AutocastDisabled(Row):
     """A region that must be exact: `.float()` on all that goes in."""
 
-    def build(self):
-        super().build()
-        self.weight = nn.Parameter(torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.5)
+    adds = values(weight=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.5)
 
     def forward(self, x):
         x = self.net(x)
@@ -366,8 +314,7 @@ class LayerWithoutAutocast(Row):
 class InPlaceSums(Row):
     """What is added up in a tensor of the user's own is fp32."""
 
-    def build(self):
-        self.layers = nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))
+    parts = {"layers": lambda: nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_CLASSES) for _ in range(3))}
 
     def forward(self, x):
         total = torch.zeros(len(x), NUM_CLASSES, device=self.device)
@@ -376,35 +323,17 @@ class InPlaceSums(Row):
         return total
 
 
-class Penalty(Row):
-    """Weight decay by hand, and a sparse first layer."""
-
-    def loss(self, batch):
-        decay = sum(p.pow(2).sum() for p in self.parameters())
-        return super().loss(batch) + 1e-3 * decay + 1e-3 * self.net[0].weight.abs().sum()
-
-
 class ParameterArithmetic(Row):
     """A layer whose weight is made of parameters: a low-rank product beside a mask and a scale."""
 
-    def build(self):
-        super().build()
-        self.a, self.b = nn.Parameter(torch.randn(16, 2) * 0.1), nn.Parameter(torch.randn(2, NUM_FEATURES) * 0.1)
-        self.gate = nn.Parameter(torch.zeros(16, 1))
-        self.register_buffer("mask", (torch.rand(16, NUM_FEATURES) > 0.2).float())
+    adds = values(
+        a=lambda: torch.randn(16, 2) * 0.1, b=lambda: torch.randn(2, 12) * 0.1, gate=lambda: torch.zeros(16, 1)
+    )
+    adds |= {"mask": lambda: (torch.rand(16, NUM_FEATURES) > 0.2).float()}
 
     def forward(self, x):
         weight = (self.net[0].weight + self.a @ self.b) * self.mask * torch.sigmoid(self.gate)
         return self.net[2](F.relu(F.linear(x, weight, self.net[0].bias)))
-
-
-class Einsum(Row):
-    def build(self):
-        self.w = nn.Parameter(torch.randn(NUM_FEATURES, NUM_CLASSES) * 0.3)
-        self.b = nn.ParameterList([nn.Parameter(torch.zeros(NUM_CLASSES))])
-
-    def forward(self, x):
-        return torch.einsum("bi,io->bo", x, self.w) + self.b[0]
 
 
 class HalfLoss(Row):
@@ -441,9 +370,7 @@ class OwnFunction(Row):
             with torch.autocast("cpu", enabled=False):
                 return gradient.float() @ w.float().t(), x.float().t() @ gradient.float()
 
-    def build(self):
-        super().build()
-        self.weight = nn.Parameter(torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.5)
+    adds = AutocastDisabled.adds
 
     def forward(self, x):
         return self._Product.apply(self.net(x), self.weight)
@@ -454,22 +381,11 @@ class Maml(Row):
 
     def loss(self, batch):
         x, y = batch
-        names, weights = zip(*self.net.named_parameters(), strict=True)
-        inner = F.cross_entropy(
-            torch.func.functional_call(self.net, dict(zip(names, weights, strict=True)), x[:4]), y[:4]
-        )
-        gradients = torch.autograd.grad(inner, weights, create_graph=True)
-        fast = {n: w - 0.1 * g for n, w, g in zip(names, weights, gradients, strict=True)}
+        weights = dict(self.net.named_parameters())
+        inner = F.cross_entropy(torch.func.functional_call(self.net, weights, x[:4]), y[:4])
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        fast = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), gradients, strict=True)}
         return F.cross_entropy(torch.func.functional_call(self.net, fast, x[4:]), y[4:])
-
-
-class DoubleParameter(Row):
-    def build(self):
-        super().build()
-        self.shift = nn.Parameter(torch.zeros(NUM_CLASSES, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.net(x) + self.shift
 
 
 class FollowsWeights(Row):

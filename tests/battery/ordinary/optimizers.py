@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 
 from lightning_hybrid.optim import LAMB, LARS
-from tests.battery.ordinary.case import HALF, Manual, Row
-from tests.battery.ordinary.layers import Embedding as _Embedding
+from tests.battery.case import HALF, Manual, Row, row
+from tests.battery.ordinary.layers import embedded
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 NEEDS_A_CLOSURE = dict.fromkeys(HALF, "must not run the closure by itself")
@@ -60,66 +60,55 @@ class LookaheadInState(optim.Optimizer):
         return loss
 
 
-class ConstructorState(optim.Optimizer):
+class ByParameter(optim.Optimizer):
+    """Calls `closure` as torch's own do, and moves one parameter after the other."""
+
+    def __init__(self, params, lr, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, self.state[p], group)
+        return loss
+
+
+class ConstructorState(ByParameter):
     """AdaGrad as many write it: the sums are made in the constructor, like the parameters."""
 
     def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["sum"] = torch.full_like(p, 1e-8)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["sum"].addcmul_(p.grad, p.grad)
-                    p.addcdiv_(p.grad, self.state[p]["sum"].sqrt(), value=-group["lr"])
-        return loss
+    def move(self, p, state, group):
+        state["sum"].addcmul_(p.grad, p.grad)
+        p.addcdiv_(p.grad, state["sum"].sqrt(), value=-group["lr"])
 
 
-class Lion(optim.Optimizer):
-    """A sign of momentum; calls `closure` as torch's own do."""
+class Lion(ByParameter):
+    """A sign of momentum."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99)):
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            one, two = group["betas"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    p.sub_(torch.sign(momentum.lerp(p.grad, 1 - one)), alpha=group["lr"])
-                    momentum.lerp_(p.grad, 1 - two)
-        return loss
+    def move(self, p, state, group):
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        p.sub_(torch.sign(momentum.lerp(p.grad, 1 - 0.9)), alpha=group["lr"])
+        momentum.lerp_(p.grad, 1 - 0.99)
 
 
-class DataSgd(optim.Optimizer):
+class DataSgd(ByParameter):
     """Written long ago: everything through `.data`."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    buffer = self.state[p].setdefault("buffer", torch.zeros_like(p.data))
-                    buffer.mul_(0.9).add_(p.grad.data)
-                    p.data.add_(buffer, alpha=-group["lr"])
-        return loss
+    def move(self, p, state, group):
+        buffer = state.setdefault("buffer", torch.zeros_like(p.data))
+        buffer.mul_(0.9).add_(p.grad.data)
+        p.data.add_(buffer, alpha=-group["lr"])
 
 
 class _Made(Row):
@@ -170,11 +159,11 @@ MAKE = {
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }
-for _name, _make in MAKE.items():
-    globals()[_name] = type(_name, (_Made,), {"make": staticmethod(_make), "__module__": __name__})
-
-Rprop.roundings = 48  # noqa: F821  a step's size hangs on signs alone, which small gradients change
-LionByHand.roundings = 16  # noqa: F821  a step goes by signs alone
+ROUNDINGS = {"Rprop": 48, "LionByHand": 16}  # a step goes by signs alone, which small gradients change; its size too
+ROWS = {
+    name: row(_Made, make=staticmethod(make), roundings=ROUNDINGS.get(name, _Made.roundings))
+    for name, make in MAKE.items()
+}
 
 
 class Groups(Row):
@@ -224,17 +213,17 @@ class Lbfgs(Row):
         return optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
-class Sparse(_Embedding):
-    """Sparse gradients."""
+def build_sparse(self):
+    Row.build(self)
+    self.embedding, self.head = nn.Embedding(8, 8, sparse=True), nn.Linear(96, NUM_CLASSES).requires_grad_(False)
 
-    refused = dict.fromkeys(("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`")
 
-    def build(self):
-        super().build()
-        self.embedding, self.head = nn.Embedding(8, 8, sparse=True), nn.Linear(96, NUM_CLASSES).requires_grad_(False)
-
-    def configure_optimizers(self):
-        return optim.SparseAdam(self.embedding.parameters(), lr=0.1)
+ROWS["Sparse"] = embedded(  # gradients are sparse
+    lambda: nn.Embedding(8, 8, padding_idx=0),
+    build=build_sparse,
+    configure_optimizers=lambda self: optim.SparseAdam(self.embedding.parameters(), lr=0.1),
+    refused=dict.fromkeys(("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"),
+)
 
 
 class RateByStep(Row):

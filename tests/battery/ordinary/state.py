@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric, SumMetric
 
-from tests.battery.ordinary.case import HALF, HALF_SHOWS, Row
+from tests.battery.case import HALF, HALF_SHOWS, Row, row
+from tests.battery.ordinary.models import values
 from tests.toy import NUM_CLASSES, NUM_FEATURES
+
+
+def zero():
+    return torch.zeros(())
 
 
 class Counter(Row):
     """Counts images in floating point, past what half precision can count to (256 in bf16, 2,048 in fp16)."""
 
-    def build(self):
-        super().build()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("steps", torch.tensor(2040.0))
+    adds = {"count": zero, "steps": lambda: torch.tensor(2040.0)}
 
     def training_step(self, batch, batch_idx):
         self.count += 100.25
@@ -35,9 +35,7 @@ class Counter(Row):
 class AssignedBuffers(Row):
     """Assigned, not written: `self.count = self.count + 1`; and first of all made in the fit."""
 
-    def build(self):
-        super().build()
-        self.register_buffer("count", torch.zeros(()))
+    adds = {"count": zero}
 
     def training_step(self, batch, batch_idx):
         self.count = self.count + 100.25
@@ -53,9 +51,7 @@ class AssignedBuffers(Row):
 class EmaBuffer(Row):
     """A slow mean of what comes in: from the first batch on it moves by less than a bf16 can say."""
 
-    def build(self):
-        super().build()
-        self.register_buffer("mean", torch.full((NUM_FEATURES,), 100.0))
+    adds = {"mean": lambda: torch.full((NUM_FEATURES,), 100.0)}
 
     def training_step(self, batch, batch_idx):
         self.mean.mul_(0.9999).add_(batch[0].mean(0), alpha=1e-4)
@@ -68,11 +64,11 @@ class EmaBuffer(Row):
 class RunningNormaliser(Row):
     """Inputs less their running mean, by their running deviation (reinforcement learning)."""
 
-    def build(self):
-        super().build()
-        self.register_buffer("mean", torch.zeros(NUM_FEATURES))
-        self.register_buffer("var", torch.ones(NUM_FEATURES))
-        self.register_buffer("count", torch.tensor(1e-4))
+    adds = {
+        "mean": lambda: torch.zeros(NUM_FEATURES),
+        "var": lambda: torch.ones(NUM_FEATURES),
+        "count": lambda: torch.tensor(1e-4),
+    }
 
     def forward(self, x):
         with torch.no_grad():
@@ -107,10 +103,7 @@ class Codebook(Row):
 class ClassCentres(Row):
     """Written by index, as a queue or a memory bank is."""
 
-    def build(self):
-        super().build()
-        self.register_buffer("bank", torch.zeros(64, NUM_CLASSES))
-        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+    adds = {"bank": lambda: torch.zeros(64, NUM_CLASSES), "place": lambda: torch.zeros((), dtype=torch.long)}
 
     def loss(self, batch):
         x, y = batch
@@ -135,6 +128,14 @@ class CachedTable(Row):
 # ---- teachers ------------------------------------------------------------------------------------------------------
 
 
+def frozen_copy(self):
+    return copy.deepcopy(self.net).requires_grad_(False)
+
+
+def pairs_of(teacher, student):
+    return list(zip(teacher.parameters(), student.parameters(), strict=True))
+
+
 class _Teacher(Row):
     """A frozen copy that follows the student slowly; the student is also trained to agree with it.
 
@@ -145,14 +146,13 @@ class _Teacher(Row):
 
     def build(self):
         super().build()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        self.shadow = None
+        self.teacher, self.shadow = frozen_copy(self), None
         with torch.no_grad():
             for p in self.teacher.parameters():
                 p.add_(0.25 * torch.randn_like(p))
 
     def pairs(self):
-        return list(zip(self.teacher.parameters(), self.net.parameters(), strict=True))
+        return pairs_of(self.teacher, self.net)
 
     def loss(self, batch):
         x, y = batch
@@ -162,60 +162,47 @@ class _Teacher(Row):
         return F.cross_entropy(logits, y) + 0.1 * F.kl_div(logits.log_softmax(-1), target, reduction="batchmean")
 
     def training_step(self, batch, batch_idx):
-        self.shadow = self.shadow or [t.detach().double() for t, _ in self.pairs()]
-        self.shadow = [
-            s * self.momentum + p.detach().double() * (1 - self.momentum)
-            for s, (_, p) in zip(self.shadow, self.pairs(), strict=True)
-        ]
+        m, students = self.momentum, [s.detach().double() for _, s in self.pairs()]
+        shadow = self.shadow or [t.detach().double() for t, _ in self.pairs()]
+        self.shadow = [t * m + s * (1 - m) for t, s in zip(shadow, students, strict=True)]
         with torch.no_grad():
             self.follow()
         return super().training_step(batch, batch_idx)
 
     def after_fit(self):
-        gap = max(
-            float((t - s).abs().max() / s.abs().max()) for (t, _), s in zip(self.pairs(), self.shadow, strict=True)
-        )
-        self.facts["teacher moved as it should, to 1e-5"] = gap < 1e-5
+        gaps = [(t - s).abs().max() / s.abs().max() for (t, _), s in zip(self.pairs(), self.shadow, strict=True)]
+        self.facts["teacher moved as it should, to 1e-5"] = max(map(float, gaps)) < 1e-5
         self.facts["dtypes"] = {t.dtype for t, _ in self.pairs()}
 
 
-class Byol(_Teacher):
-    different: ClassVar = {"bf16-true": "teacher moved as it should"}  # it reads half-precision students
+def teacher(follow_one, **more):
+    """Moved pair by pair: teacher, student, momentum."""
 
     def follow(self):
         for t, s in self.pairs():
-            t.data = t.data * self.momentum + s.data * (1 - self.momentum)
+            follow_one(t, s, self.momentum)
+
+    return row(_Teacher, follow=follow, **more)
 
 
-class Moco(_Teacher):
-    def follow(self):
-        for t, s in self.pairs():
-            t.data.mul_(self.momentum).add_(s.data, alpha=1 - self.momentum)
+def by_new_data(t, s, m):
+    t.data = t.data * m + s.data * (1 - m)
 
 
-class MeanTeacher(_Teacher):
-    different: ClassVar = {"bf16-true": "teacher moved as it should"}
-
-    def follow(self):
-        for t, s in self.pairs():
-            t.copy_(t * self.momentum + s * (1 - self.momentum))
+def by_foreach(self):
+    teachers, students = (list(side) for side in zip(*self.pairs(), strict=True))
+    torch._foreach_mul_(teachers, self.momentum)
+    torch._foreach_add_(teachers, students, alpha=1 - self.momentum)
 
 
-class TeacherByLerp(_Teacher):
-    """timm's way."""
-
-    refused = HALF_SHOWS
-
-    def follow(self):
-        for t, s in self.pairs():
-            t.lerp_(s, 1 - self.momentum)
-
-
-class TeacherByForeach(_Teacher):
-    def follow(self):
-        teachers, students = (list(side) for side in zip(*self.pairs(), strict=True))
-        torch._foreach_mul_(teachers, self.momentum)
-        torch._foreach_add_(teachers, students, alpha=1 - self.momentum)
+READS_HALF = {"bf16-true": "teacher moved as it should"}  # half-precision students
+ROWS = {
+    "Byol": teacher(by_new_data, different=READS_HALF),
+    "Moco": teacher(lambda t, s, m: t.data.mul_(m).add_(s.data, alpha=1 - m)),
+    "MeanTeacher": teacher(lambda t, s, m: t.copy_(t * m + s * (1 - m)), different=READS_HALF),
+    "TeacherByLerp": teacher(lambda t, s, m: t.lerp_(s, 1 - m), refused=HALF_SHOWS),  # timm's way
+    "TeacherByForeach": row(_Teacher, follow=by_foreach),
+}
 
 
 class Dino(Row):
@@ -223,7 +210,7 @@ class Dino(Row):
 
     def build(self):
         super().build()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.teacher = frozen_copy(self)
         self.register_buffer("center", torch.zeros(1, NUM_CLASSES))
 
     def loss(self, batch):
@@ -237,7 +224,7 @@ class Dino(Row):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for t, s in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            for t, s in pairs_of(self.teacher, self.net):
                 t.data.mul_(0.996).add_(s.detach().data, alpha=0.004)
 
 
@@ -246,7 +233,7 @@ class TargetNetwork(Row):
 
     def build(self):
         super().build()
-        self.target = copy.deepcopy(self.net).requires_grad_(False)
+        self.target = frozen_copy(self)
 
     def loss(self, batch):
         x, y = batch
@@ -278,14 +265,13 @@ class LateTeacher(Row):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for t, s in zip(self.copies[0].parameters(), self.net.parameters(), strict=True):
+            for t, s in pairs_of(self.copies[0], self.net):
                 t.mul_(0.9).add_(s, alpha=0.1)
 
     def loss(self, batch):
-        x, _ = batch
         with torch.no_grad():
-            target = self.copies[0](x).float()
-        return super().loss(batch) + 0.1 * F.mse_loss(self(x), target)
+            target = self.copies[0](batch[0]).float()
+        return super().loss(batch) + 0.1 * F.mse_loss(self(batch[0]), target)
 
 
 class Samples(Row):
@@ -309,7 +295,7 @@ class SamplesInHooks(Samples):
 class LooksAtWeights(Row):
     """Histograms, NumPy, and norms of weights: what monitoring reads."""
 
-    refused: ClassVar = {"bf16-true": HALF_SHOWS["bf16-true"]}
+    refused = {"bf16-true": HALF_SHOWS["bf16-true"]}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.facts["sizes"] = [torch.histc(p.detach().float(), 4).numel() for p in self.parameters()]
@@ -343,11 +329,8 @@ class ProjectedWeights(Row):
 class SmallWrites(Row):
     """A weight that the user moves by hand, by less than half precision can say at a time."""
 
+    adds = values(extra=lambda: torch.ones(4))
     different = dict.fromkeys(HALF, "extra is 1.0, not 0.9976")  # written through half
-
-    def build(self):
-        super().build()
-        self.extra = nn.Parameter(torch.ones(4))
 
     def loss(self, batch):
         return super().loss(batch) + 0 * self.extra.sum()
@@ -362,9 +345,7 @@ class SmallWrites(Row):
 class Metrics(Row):
     """torchmetrics as parts of the module: sums beyond what half precision can hold."""
 
-    def build(self):
-        super().build()
-        self.total, self.mean = SumMetric(), MeanMetric()
+    adds = {"total": SumMetric, "mean": MeanMetric}
 
     def training_step(self, batch, batch_idx):
         self.total(torch.tensor(100.25))

@@ -212,7 +212,7 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch):
         raise cpp_library.CannotBuildError("there is no c++, g++ or clang++")
 
     monkeypatch.setattr("lightning_hybrid.comm.codec.cpp_passes._library", no_compiler)
-    with pytest.warns(RuntimeWarning, match=r"^`comm_dtype_across_nodes` \(='int8'\) on a CPU needs a C\+\+ compiler"):
+    with pytest.warns(RuntimeWarning, match=r"^`between_nodes.dtype` \(='int8'\) on a CPU needs a C\+\+ compiler"):
         coder = Coder(Codec(bits=8), torch.device("cpu"))
     assert isinstance(coder._passes, TorchPasses)
     assert isinstance(codecs._passes_for(torch.device("meta"), Codec(bits=8)), TorchPasses)
@@ -230,7 +230,7 @@ def test_where_triton_is_there_and_cannot_build_torch_does_it_and_says_so(monkey
     monkeypatch.setattr(triton_passes.triton_kernels, "encode_block", NoCompiler())
     monkeypatch.setattr(triton_passes.TritonPasses, "try_out", on_the_cpu(triton_passes.TritonPasses.try_out))
     monkeypatch.setattr(Codec, "signs", lambda codec, device: None)
-    with pytest.warns(RuntimeWarning, match=rf"^`comm_dtype_across_nodes` \(='int{bits}'\) on CUDA needs .*C compiler"):
+    with pytest.warns(RuntimeWarning, match=rf"^`between_nodes.dtype` \(='int{bits}'\) on CUDA needs .*C compiler"):
         passes = codecs._passes_for(torch.device("cuda"), Codec(bits=bits))
     assert isinstance(passes, TorchPasses)
 

@@ -224,7 +224,7 @@ def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
         assert said == ([] if rank else [SAID])
 
 
-SAID = "`comm_dtype_across_nodes` (='int8') has nothing to do: all ranks are on one node, where sums keep their dtype"
+SAID = "`between_nodes.dtype` (='int8') has nothing to do: all ranks are on one node, where sums keep their dtype"
 
 
 def sum_on_one_node():

@@ -169,7 +169,8 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
 ):
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
     setup = CommSetup()
-    setup.device, setup.topology, setup.shares_update = torch.device(device), topology, shares_update
+    setup.device, setup.topology = torch.device(device), topology
+    setup.engine_options = {"shares_update": shares_update}
     setup.note_plan(CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 

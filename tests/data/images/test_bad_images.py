@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hybrid.data.images import source as source_module
-from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop, render_crop
+from lightning_hybrid.data.images.crops import EvalCrop, render_crop
 from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
@@ -158,21 +158,6 @@ def test_a_damaged_index_is_refused(shards, name):
         module_of(shards)
 
 
-def test_labels_out_of_range_are_refused(shards):
-    path = shards / "train" / INDEX_NAME
-    index = ShardIndex.load(path)
-    index.labels[3] = 7
-    index.save(path)
-    with pytest.raises(ValueError, match=r"labels from 0 to 7, which must be from 0 to 2"):
-        module_of(shards)
-
-
-def test_an_index_of_another_version_is_refused(shards):
-    np.savez(shards / "train" / INDEX_NAME, format_version=np.asarray(9))
-    with pytest.raises(ValueError, match=r"version 9\) must be of version 1"):
-        module_of(shards)
-
-
 # ---- in training -----------------------------------------------------------------------------------------------------
 
 SPOILED = {
@@ -293,16 +278,6 @@ def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     assert used == ["simplejpeg"]
 
 
-def test_an_image_is_shown_in_another_way_in_each_epoch():
-    crop = TrainCrop(image_size=16, seed=0)
-    rows = DecodedImages(OneSound(3), crop, decoder="pillow", max_corrupt_images=0)
-    first, again, second = (torch.zeros(3, 16, 16, dtype=torch.uint8) for _ in range(3))
-    for row, epoch in ((first, 0), (again, 0), (second, 1)):
-        rows.load(3, row, epoch=epoch)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
 def test_a_sound_set_needs_no_allowance(root):
     assert len(list(module_of(root, max_corrupt_images=0).train_dataloader())) == 2
 
@@ -332,11 +307,3 @@ def test_a_shard_cut_short_while_it_is_read_is_no_crash(shards):
         file.truncate(10)
     with pytest.raises(CorruptImageError, match=r"10 of \d+ bytes are there"):
         images.read(0)
-
-
-def test_images_read_are_those_packed(shards, root):
-    images = ShardedImages(shards / "train")
-    for index in range(len(images)):
-        number = int(images.name(index)[-10:-5])
-        assert images.read(index) == image_of(number)
-        assert images.labels[index] == number % 3

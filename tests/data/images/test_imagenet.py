@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,6 +19,7 @@ from recipes.datasets.packing import Packing
 from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
 from tests.data.images.pictures import write_root
+from tests.scenes import Saves, at, fit
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
 
@@ -160,90 +162,53 @@ class Remembers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def seen_by_a_fit(root, ckpt_path=None, callbacks=(), **settings):
-    module = Remembers()
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0} | settings
-    toy.trainer(callbacks=list(callbacks), **settings).fit(module, module_of(root), ckpt_path=ckpt_path)
+def seen_by_a_fit(ranks, root, **scene):
+    """What each rank's steps were given, and the dtypes and layouts of it."""
+    scene["num_sanity_val_steps"] = 0
+    return [seen.looks["on_train_end"][0] for seen in fit(ranks, Remembers, train=partial(module_of, root), **scene)]
+
+
+def remembered(trainer, module):
     return [(*seen[:-1], seen[-1].tolist()) for seen in module.seen], module.layouts
+
+
+AT_THE_END = at(on_train_end=remembered)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
 def test_a_step_gets_the_same_bits_with_and_without_prefetcher(one_rank, root, precision):
     if precision == "16-mixed" and not torch.cuda.is_available():
         precision = "bf16-mixed"
-    ((ours, layout),) = one_rank.run(fit_with, str(root), "hybrid_allreduce", precision)
-    ((stock, stock_layout),) = one_rank.run(fit_with, str(root), "ddp", precision)
+    scene = {"precision": precision, "callbacks": [AT_THE_END]}
+    ((ours, layout),) = seen_by_a_fit(one_rank, root, **scene)
+    ((stock, stock_layout),) = seen_by_a_fit(one_rank, root, strategy="ddp", **scene)
     assert len(ours) == 2 * (3 + 2)
     assert ours == stock
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert layout == stock_layout == {(dtype, True)}
 
 
-def fit_with(root, strategy, precision):
-    return seen_by_a_fit(root, strategy=strategy, precision=precision)
-
-
-class SavesAfter(pl.Callback):
-    """Write a checkpoint after one batch of one epoch."""
-
-    def __init__(self, path, epoch, batch_idx):
-        self.path, self.place = path, (epoch, batch_idx)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == self.place:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, one_rank, root, tmp_path):
     path = str(tmp_path / "some.ckpt")
-    whole = two_ranks.run(fit_and_save, str(root), path)
-    ((rest, _),) = one_rank.run(fit_from, str(root), path, 2)
+    whole = seen_by_a_fit(two_ranks, root, callbacks=[AT_THE_END, Saves(path, step=4)])
+    settings = {"ckpt_path": path, "accumulate_grad_batches": 2, "callbacks": [AT_THE_END]}
+    ((rest, _),) = seen_by_a_fit(one_rank, root, **settings)
     steps = [seen for seen in zip(whole[0][0], whole[1][0], strict=True) if seen[0][0] != "val"]
     expected = [piece for step in steps[4:] for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))]
     assert [(pixels, labels) for place, _, pixels, labels in rest if place != "val"] == expected
     assert len(expected) == 4
 
 
-def fit_and_save(root, path):
-    return seen_by_a_fit(root, callbacks=[SavesAfter(path, 1, 0)], strategy="hybrid_allreduce")
+def waited(trainer, *_):
+    return trainer.train_dataloader.take_wait_s()
 
 
-def fit_from(root, path, accumulate):
-    return seen_by_a_fit(root, ckpt_path=path, strategy="hybrid_allreduce", accumulate_grad_batches=accumulate)
-
-
-def test_waiting_for_data_is_counted_and_taken(root):
-    ahead = prefetch(module_of(root).train_dataloader(), torch.device("cpu"))
-    assert ahead.take_wait_s() == 0.0
-    iterator = iter(ahead)
-    next(iterator)
-    waited_s = ahead.take_wait_s()
-    assert 0 < waited_s < 30
-    assert ahead.take_wait_s() == 0.0
-    del iterator  # ends the loader's threads
-
-
-class TakesWaits(pl.Callback):
-    """As a callback that logs it would."""
-
-    def __init__(self):
-        self.waits_s = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.waits_s.append(trainer.train_dataloader.take_wait_s())
-
-
-def test_a_callback_finds_the_counter_through_the_trainer(one_rank, root):
-    (waits_s,) = one_rank.run(waits_of_a_fit, str(root))
+def test_a_callback_finds_the_time_waited_for_data_through_the_trainer(one_rank, root):
+    (seen,) = fit(one_rank, Remembers, train=partial(module_of, root), callbacks=[at(on_train_batch_end=waited)])
+    waits_s = seen.looks["on_train_batch_end"]
     assert len(waits_s) == 6
     assert waits_s[0] > 0  # nothing hides the first two batches of an epoch
     assert all(0 <= wait_s < 30 for wait_s in waits_s)
-
-
-def waits_of_a_fit(root):
-    callback = TakesWaits()
-    seen_by_a_fit(root, callbacks=[callback], strategy="hybrid_allreduce")
-    return callback.waits_s
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

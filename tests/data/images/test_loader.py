@@ -64,21 +64,6 @@ def test_loaders_keep_no_more_memory_than_their_largest_batch():
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
 
 
-def test_a_loader_of_images_shows_them_as_the_epoch_does():
-    rows = Noted()
-    order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    loader = ImageTrainLoader(rows, order, filler=DecodeThreads(num_threads=1), on_device=lambda batch: batch)
-    loader.set_epoch(3)
-    iterator = iter(loader)
-    next(iterator)
-    iterator.close()
-    assert {epoch for _, epoch, _ in rows.loaded} == {3}
-
-
-def test_two_batches_ahead_and_plain_memory_are_the_defaults():
-    assert DecodeThreads(num_threads=3) == DecodeThreads(num_threads=3, num_batches_ahead=2, pin_memory=False)
-
-
 def test_loaders_hand_on_what_is_left_for_the_device():
     options = {"filler": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
     order = EpochOrder(num_images=80, global_batch_size=8, seed=0)

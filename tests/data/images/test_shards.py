@@ -93,13 +93,6 @@ def test_an_index_is_never_unpickled(folder):
         ShardIndex.load(folder / INDEX_NAME)
 
 
-@pytest.mark.parametrize("data", [b"", b"PK", b"text"], ids=str)
-def test_what_is_no_index_is_told_as_damaged(folder, data):
-    (folder / INDEX_NAME).write_bytes(data)
-    with pytest.raises(ValueError, match=r"index\.npz \(index of shards\) is damaged"):
-        ShardIndex.load(folder / INDEX_NAME)
-
-
 def test_an_index_of_a_later_version_is_refused_even_if_it_looks_alike(folder, monkeypatch):
     index = ShardIndex.load(folder / INDEX_NAME)
     monkeypatch.setattr(shards_module, "FORMAT_VERSION", 2)

@@ -58,171 +58,119 @@ def _disk(size: str, script: str = 'exec "$@"') -> dict[str, Any]:
     return {"wrapper": _sh(mounted, "unshare", "--mount"), "needs": ("--mount",)}
 
 
+def ends(fault: str, *names: str, **more: Any) -> Environment:
+    """Return a case that must end in an error with these words."""
+    return Environment(fault=fault, names=names, **more)
+
+
+def goes_on(fault: str, *names: str, **more: Any) -> Environment:
+    """Return a case that must go on to its end."""
+    return Environment(fault=fault, names=names, goes_on=True, **more)
+
+
+def variable(fault: str, *names: str, **more: Any) -> Environment:
+    """Return a case of the variable that `fault` sets."""
+    name, _, value = fault.partition("=")
+    return ends(fault, *names, variables={name: value}, **more)
+
+
+TAKEN, SLOW = {"MASTER_PORT": "<TAKEN>"}, {"phase": "rendezvous", "overrides": (*CSV, SOON)}
+READ_ONLY = _disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"')
+FILLS: dict[str, Any] = {"phase": "training", **_disk("40m")}
+NO_PLACE = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR"), "/proc/none")
+SHORT = ("num_steps=2", "scaling_ranks=[1]", "search.algorithms=[flat]", "search.bucket_bytes=[4194304]")
 LAUNCHERS = [
-    Environment(
-        fault="WORLD_SIZE=abc", names=("`WORLD_SIZE` (='abc') must be a whole number",), variables={"WORLD_SIZE": "abc"}
-    ),
-    Environment(
-        fault="RANK=2 of WORLD_SIZE=2", names=("`RANK` (=2) must be below `WORLD_SIZE` (=2)",), ranks=(_rank(2, 2),)
-    ),
-    Environment(
-        fault="LOCAL_RANK left over", names=("`LOCAL_RANK` (=1) must come with",), variables={"LOCAL_RANK": "1"}
-    ),
-    Environment(
-        fault="NODE_RANK beyond the nodes", names=("`NODE_RANK` (=1) must be below",), variables={"NODE_RANK": "1"}
-    ),
-    Environment(
-        fault="SLURM has other tasks than the trainer",
-        names=("`devices=2`", "trainer.devices=2"),
+    variable("WORLD_SIZE=abc", "`WORLD_SIZE` (='abc') must be a whole number"),
+    ends("RANK=2 of WORLD_SIZE=2", "`RANK` (=2) must be below `WORLD_SIZE` (=2)", ranks=(_rank(2, 2),)),
+    ends("LOCAL_RANK left over", "`LOCAL_RANK` (=1) must come with", variables={"LOCAL_RANK": "1"}),
+    ends("NODE_RANK beyond the nodes", "`NODE_RANK` (=1) must be below", variables={"NODE_RANK": "1"}),
+    ends(
+        "SLURM has other tasks than the trainer",
+        *("`devices=2`", "trainer.devices=2"),
         overrides=(*CSV, "trainer.devices=2"),
         variables=SLURM | {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4"},
     ),
-    Environment(
-        fault="SLURM_PROCID missing", names=("`SLURM_PROCID` must be set",), variables=SLURM | {"SLURM_PROCID": None}
-    ),
-    Environment(
-        fault="OMP_NUM_THREADS=abc", names=("`OMP_NUM_THREADS` (='abc')",), variables={"OMP_NUM_THREADS": "abc"}
-    ),
-    Environment(
-        fault="ulimit -n 64", names=("`ulimit -n` (=64) must be at least",), wrapper=_sh('ulimit -n 64; exec "$@"')
-    ),
+    ends("SLURM_PROCID missing", "`SLURM_PROCID` must be set", variables=SLURM | {"SLURM_PROCID": None}),
+    variable("OMP_NUM_THREADS=abc", "`OMP_NUM_THREADS` (='abc')"),
+    ends("ulimit -n 64", "`ulimit -n` (=64) must be at least", wrapper=_sh('ulimit -n 64; exec "$@"')),
 ]
-
 NETWORK = [
-    Environment(fault="MASTER_PORT taken", names=("`MASTER_PORT` (=", "in use"), variables={"MASTER_PORT": "<TAKEN>"}),
-    Environment(
-        fault="MASTER_PORT taken",
-        program="bench",
-        names=("`MASTER_PORT` (=", "in use"),
-        variables={"MASTER_PORT": "<TAKEN>"},
+    *(
+        ends("MASTER_PORT taken", "`MASTER_PORT` (=", "in use", variables=TAKEN, program=program)
+        for program in ("train", "bench")
     ),
-    Environment(fault="MASTER_PORT=70000", names=("`MASTER_PORT` (=70000)",), variables={"MASTER_PORT": "70000"}),
-    Environment(
-        fault="MASTER_ADDR cannot be resolved",
-        names=("`MASTER_ADDR` (=no.such.host.invalid) must be",),
+    variable("MASTER_PORT=70000", "`MASTER_PORT` (=70000)"),
+    ends(
+        "MASTER_ADDR cannot be resolved",
+        "`MASTER_ADDR` (=no.such.host.invalid) must be",
         variables={"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "<FREE>"},
     ),
-    Environment(
-        fault="GLOO_SOCKET_IFNAME names no interface",
-        names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
-        variables={"GLOO_SOCKET_IFNAME": "eth99"},
+    *(
+        ends(
+            "GLOO_SOCKET_IFNAME names no interface",
+            "`GLOO_SOCKET_IFNAME` (=eth99)",
+            variables={"GLOO_SOCKET_IFNAME": "eth99"},
+            program=program,
+        )
+        for program in ("train", "tune")
     ),
-    Environment(
-        fault="GLOO_SOCKET_IFNAME names no interface",
-        program="tune",
-        names=("`GLOO_SOCKET_IFNAME` (=eth99)",),
-        variables={"GLOO_SOCKET_IFNAME": "eth99"},
-    ),
-    Environment(
-        fault="no interface is up", names=("ip link set lo up",), wrapper=("unshare", "--net"), needs=("--net",)
-    ),
-    Environment(
-        fault="rank 2 of 3 never starts",
-        phase="rendezvous",
-        names=("`WORLD_SIZE` (=3) ranks must meet", "rank 2 did not come"),
-        overrides=(*CSV, SOON, "global_batch_size=126"),
+    ends("no interface is up", "ip link set lo up", wrapper=("unshare", "--net"), needs=("--net",)),
+    ends(
+        "rank 2 of 3 never starts",
+        *("`WORLD_SIZE` (=3) ranks must meet", "rank 2 did not come"),
         ranks=(_rank(0, 3), _rank(1, 3)),
+        **SLOW | {"overrides": (*CSV, SOON, "global_batch_size=126")},
     ),
-    Environment(
-        fault="rank 0 never starts",
-        phase="rendezvous",
-        names=("rank 1 on host", "no answer there within 9 s"),
-        overrides=(*CSV, SOON),
-        ranks=(_rank(1, 2),),
-    ),
-    Environment(
-        fault="rank 1 is started twice",
-        phase="rendezvous",
-        names=("`RANK` (=1) must be another one on each process",),
-        overrides=CSV,
+    ends("rank 0 never starts", "rank 1 on host", "no answer there within 9 s", ranks=(_rank(1, 2),), **SLOW),
+    ends(
+        "rank 1 is started twice",
+        "`RANK` (=1) must be another one on each process",
         ranks=(_rank(0, 2), _rank(1, 2), _rank(1, 2)),
+        **SLOW | {"overrides": CSV},
     ),
-    Environment(
-        fault="rank 0 is started twice",
-        phase="rendezvous",
-        names=("`MASTER_PORT` (=", "rank 1 did not come"),
-        overrides=(*CSV, SOON),
+    ends(
+        "rank 0 is started twice",
+        *("`MASTER_PORT` (=", "rank 1 did not come"),
         ranks=(_rank(0, 2), _rank(0, 2)),
+        **SLOW,
     ),
 ]
-
+ONE: dict[str, Any] = {"overrides": ("trainer.devices=1",)}
+SERVER = "`logger.offline` (=False) needs a W&B server"
 TRACKER = [
-    Environment(fault="WANDB_MODE=ofline", names=("`WANDB_MODE` (='ofline')",), variables={"WANDB_MODE": "ofline"}),
-    Environment(
-        fault="W&B: key in the configuration",
-        names=("`logger.settings.api_key` must not be in the configuration",),
+    variable("WANDB_MODE=ofline", "`WANDB_MODE` (='ofline')"),
+    ends(
+        "W&B: key in the configuration",
+        "`logger.settings.api_key` must not be in the configuration",
         overrides=("+logger.settings.api_key=" + "0123456789" * 4,),
     ),
-    Environment(
-        fault="W&B: key too short",
-        names=("`logger.offline` (=False) needs a W&B server", "WANDB_API_KEY invalid"),
-        overrides=("trainer.devices=1",),
-        variables=ONLINE | {"WANDB_API_KEY": "short"},
-    ),
-    Environment(
-        fault="W&B: online without a network",
-        names=("`logger.offline` (=False) needs a W&B server",),
-        overrides=("trainer.devices=1",),
-        variables=ONLINE,
-        **NO_NETWORK,
-    ),
-    Environment(fault="W&B: offline without a network", goes_on=True, names=("test accuracy",), **NO_NETWORK),
+    ends("W&B: key too short", SERVER, "WANDB_API_KEY invalid", variables=ONLINE | {"WANDB_API_KEY": "short"}, **ONE),
+    ends("W&B: online without a network", SERVER, variables=ONLINE, **ONE, **NO_NETWORK),
+    goes_on("W&B: offline without a network", "test accuracy", **NO_NETWORK),
 ]
-
 PLACES = [
-    Environment(fault="HOME unset", goes_on=True, overrides=ALONE, variables={"HOME": None}),
-    Environment(
-        fault="no HOME, no place for caches, no compiler",
-        goes_on=True,
-        overrides=("trainer.devices=1",),
-        variables={
-            **dict.fromkeys(("HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR"), "/proc/none"),
-            **{"PATH": "/none", "CXX": "none"},
-        },
-    ),
-    Environment(fault="TMPDIR missing", goes_on=True, overrides=ALONE, variables={"TMPDIR": "/proc/none"}),
-    Environment(
-        fault="LC_ALL=C, run directory `ä ☃ b`",
-        goes_on=True,
-        overrides=("trainer.devices=1",),
-        variables={"LC_ALL": "C"},
-        run_dir="ä ☃ b",
-    ),
-    Environment(
-        fault="run directory read-only",
-        names=("`hydra.run.dir`", "Read-only file system"),
-        **_disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"'),
-    ),
-    Environment(fault="run directory on a full disk", names=("`hydra.run.dir`", "No space left"), **_disk("8k")),
-    Environment(
-        fault="run directory read-only",
-        program="simulate",
-        names=("`hydra.run.dir`", "Read-only file system"),
-        **_disk("8m", 'mount -o remount,ro "$RUN_DIR" && exec "$@"'),
-    ),
-    Environment(
-        fault="run directory on a full disk",
-        program="search",
-        names=("`hydra.run.dir`", "No space left"),
-        **_disk("8k"),
-    ),
-    Environment(
-        fault="disk fills up, on_error=raise",
-        phase="training",
-        names=("was not written (No space left on device)",),
+    goes_on("HOME unset", overrides=ALONE, variables={"HOME": None}),
+    goes_on("no HOME, no place for caches, no compiler", variables={**NO_PLACE, "PATH": "/none", "CXX": "none"}, **ONE),
+    goes_on("TMPDIR missing", overrides=ALONE, variables={"TMPDIR": "/proc/none"}),
+    goes_on("LC_ALL=C, run directory `ä ☃ b`", variables={"LC_ALL": "C"}, run_dir="ä ☃ b", **ONE),
+    ends("run directory read-only", "`hydra.run.dir`", "Read-only file system", **READ_ONLY),
+    ends("run directory on a full disk", "`hydra.run.dir`", "No space left", **_disk("8k")),
+    ends("run directory read-only", "`hydra.run.dir`", "Read-only file system", program="simulate", **READ_ONLY),
+    ends("run directory on a full disk", "`hydra.run.dir`", "No space left", program="search", **_disk("8k")),
+    ends(
+        "disk fills up, on_error=raise",
+        "was not written (No space left on device)",
         overrides=("trainer.devices=1", FULL),
         lost="the steps since the last checkpoint",
-        **_disk("40m"),
+        **FILLS,
     ),
     *(
-        Environment(
-            fault=f"disk fills up, on_error=warn, logger={logger}",
-            phase="training",
-            goes_on=True,
-            names=("was not written (No space left on device)", "test accuracy", *words),
+        goes_on(
+            f"disk fills up, on_error=warn, logger={logger}",
+            *("was not written (No space left on device)", "test accuracy", *words),
             overrides=(f"logger={logger}", "trainer.devices=1", "strategy.checkpoint_io.on_error=warn", FULL),
             lost="what the disk did not take",
-            **_disk("40m"),
+            **FILLS,
         )
         for logger, words in (
             ("csv", ("takes no more rows", "rows of metrics are not in")),
@@ -230,52 +178,42 @@ PLACES = [
         )
     ),
 ]
-
 STREAMS = [
-    Environment(fault="standard input closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" <&-')),
-    Environment(fault="standard output closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" >&-')),
-    Environment(fault="standard error closed", goes_on=True, overrides=CSV, wrapper=_sh('exec "$@" 2>&-')),
-    Environment(
-        fault="standard output full",
-        goes_on=True,
+    *(
+        goes_on(f"standard {name} closed", overrides=CSV, wrapper=_sh(f'exec "$@" {sign}'))
+        for name, sign in (("input", "<&-"), ("output", ">&-"), ("error", "2>&-"))
+    ),
+    goes_on(
+        "standard output full",
+        "standard output takes no more (No space left on device)",
         phase="end",
-        names=("standard output takes no more (No space left on device)",),
         overrides=ALONE,
         wrapper=_sh('exec "$@" >/dev/full'),
     ),
-    Environment(
-        fault="| head -1",  # of what: a warning may come before the accuracy
-        goes_on=True,
-        phase="end",
-        overrides=ALONE,
-        wrapper=_sh('set -o pipefail; "$@" | head -n 1'),
-    ),
-    Environment(
-        fault="| true",
+    # of what: a warning may come before the accuracy
+    goes_on("| head -1", phase="end", overrides=ALONE, wrapper=_sh('set -o pipefail; "$@" | head -n 1')),
+    goes_on(
+        "| true",
+        "standard output takes no more (Broken pipe)",
         program="simulate",
-        goes_on=True,
         phase="end",
-        names=("standard output takes no more (Broken pipe)",),
-        overrides=("num_steps=2", "scaling_ranks=[1]", "search.algorithms=[flat]", "search.bucket_bytes=[4194304]"),
+        overrides=SHORT,
         wrapper=_sh('set -o pipefail; "$@" | true'),
     ),
 ]
-
 CLOCKS = [
-    Environment(
-        fault="clock of rank 1 a year ahead",
+    goes_on(
+        "clock of rank 1 a year ahead",
+        "test accuracy",
         phase="training",
-        goes_on=True,
-        names=("test accuracy",),
         overrides=CSV,
         ranks=(_rank(0, 2), _rank(1, 2, LD_PRELOAD="<SHIM>")),
         needs=("cc",),
     ),
-    Environment(
-        fault="ranks with other PYTHONHASHSEED",
+    goes_on(
+        "ranks with other PYTHONHASHSEED",
+        "test accuracy",
         phase="training",
-        goes_on=True,
-        names=("test accuracy",),
         overrides=CSV,
         ranks=(_rank(0, 2, PYTHONHASHSEED="1"), _rank(1, 2, PYTHONHASHSEED="2")),
     ),

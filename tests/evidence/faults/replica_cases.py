@@ -15,86 +15,63 @@ def cases(num_ranks: int) -> list[FaultCase]:
     last: dict[str, Any] = {"rank": num_ranks - 1}
     setup: dict[str, Any] = {**last, "phase": "setup", "lost": "nothing"}
     drift = (PARTED, "between steps 5 and 10", "on rank RANK (host HOST)")
+    checked: dict[str, Any] = {**last, "lost": CHECKED_EVERY}
+
+    def case(fault: str, kind: str, *names: str, **more: Any) -> FaultCase:
+        return FaultCase(fault=fault, kind=kind, names=names, **more)
+
+    sizes, other_order = "appears not to match sizes of the same param in process 0", "different orders; seen"
     return [
-        FaultCase(fault="another seed of the weights", kind="has_another_seed", is_survived=True, **setup),
-        FaultCase(
-            fault="another network",
-            kind="has_another_network",
-            names=(
-                "comm: rank RANK gave up: ",
-                "appears not to match sizes of the same param in process 0",
-                "on host HOST",
-            ),
-            own_names=("appears not to match sizes of the same param in process 0", "On rank RANK (host HOST)"),
+        case("another seed of the weights", "has_another_seed", is_survived=True, **setup),
+        case(
+            "another network",
+            "has_another_network",
+            *("comm: rank RANK gave up: ", sizes, "on host HOST"),
+            own_names=(sizes, "On rank RANK (host HOST)"),
             **setup,
         ),
-        FaultCase(
-            fault="another version of the software",
-            kind="has_another_version",
-            names=("the software must be the same on all ranks: `torch` is", "2.5.0' on rank RANK", "on host HOST"),
+        case(
+            "another version of the software",
+            "has_another_version",
+            *("the software must be the same on all ranks: `torch` is", "2.5.0' on rank RANK", "on host HOST"),
             **setup,
         ),
-        FaultCase(
-            fault="another checkpoint",
-            kind="loads_another_checkpoint",
-            names=(PARTED, "when training started", "`net.4.weight` on rank RANK (host HOST)"),
+        case(
+            "another checkpoint",
+            "loads_another_checkpoint",
+            *(PARTED, "when training started", "`net.4.weight` on rank RANK (host HOST)"),
             step=0,
             **setup,
         ),
-        FaultCase(
-            fault="another order of the data",
-            kind="has_another_order",
-            names=(
-                "different orders; seen when training started",
-                "`seed` is 0 on ranks",
-                "1 on rank RANK",
-                "host HOST",
-            ),
+        case(
+            "another order of the data",
+            "has_another_order",
+            *(f"{other_order} when training started", "`seed` is 0 on ranks", "1 on rank RANK", "host HOST"),
             **setup,
         ),
-        FaultCase(
-            fault="another order of the data from the next epoch on",
-            kind="reseeds_the_data",
-            names=("different orders; seen between steps 5 and 10", "1 on rank RANK", "host HOST"),
-            lost=CHECKED_EVERY,
-            **last,
+        case(
+            "another order of the data from the next epoch on",
+            "reseeds_the_data",
+            *(f"{other_order} between steps 5 and 10", "1 on rank RANK", "host HOST"),
+            **checked,
         ),
-        FaultCase(
-            fault="one bit of a master weight flips",
-            kind="master_bit_flips",
-            names=(*drift, "the fp32 master of `net.4.weight`"),
-            lost=CHECKED_EVERY,
-            **last,
+        case(
+            "one bit of a master weight flips",
+            "master_bit_flips",
+            *(*drift, "the fp32 master of `net.4.weight`"),
+            **checked,
         ),
-        FaultCase(
-            fault="one bit of the momentum flips",
-            kind="momentum_bit_flips",
-            names=(*drift, "`net.4.weight`"),
-            lost=CHECKED_EVERY,
-            **last,
-        ),
-        FaultCase(
-            fault="one bit of a weight flips",
-            kind="half_bit_flips",
-            precision="32-true",
-            names=(*drift, "`net.4.weight`"),
-            lost=CHECKED_EVERY,
-            **last,
-        ),
-        FaultCase(
-            fault="one bit of an fp16 copy flips",
-            kind="half_bit_flips",
+        case("one bit of the momentum flips", "momentum_bit_flips", *drift, "`net.4.weight`", **checked),
+        case("one bit of a weight flips", "half_bit_flips", *drift, "`net.4.weight`", precision="32-true", **checked),
+        case(
+            "one bit of an fp16 copy flips",
+            "half_bit_flips",
             is_survived=True,
             has_same_weights=False,
             lost="one step is that of a weight off by this bit, on all ranks alike",
             **last,
         ),
-        FaultCase(
-            fault="a layer's weights are overwritten",
-            kind="layer_overflows",
-            names=(*drift, "`net.4.weight`"),
-            lost=CHECKED_EVERY,
-            num_steps=100,
-            **last,
+        case(
+            "a layer's weights are overwritten", "layer_overflows", *drift, "`net.4.weight`", num_steps=100, **checked
         ),
     ]

@@ -20,7 +20,7 @@ CLUSTERS = Path(__file__).resolve().parents[3] / "conf" / "cluster"
 IMAGE = (3, 224, 224)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublishedRow:
     """Published number and the model's."""
 

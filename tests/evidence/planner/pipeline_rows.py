@@ -37,21 +37,15 @@ def memory_rows() -> Iterator[PublishedRow]:
     adam = StateBytes(weights=2, gradients=2, masters=4, optimizer=8, rest=0)
     for stage, (shared, published) in enumerate(ZERO_GB.items()):
         each = adam.per_parameter(**{f"{name}_share": 1 / 64 for name in shared})
-        yield PublishedRow(
-            what=f"ZeRO stage {stage}, 7.5 B parameters, 64 ranks",
-            source=ZERO,
-            unit="GB",
-            published=published,
-            predicted=7.5 * each,
-        )
+        yield PublishedRow(f"ZeRO stage {stage}, 7.5 B parameters, 64 ranks", ZERO, "GB", published, 7.5 * each)
     for table, source, unit, divisor in ((AMOEBANET_GIB, TORCHGPIPE, "GiB", GIB), (GPIPE_GB, GPIPE, "GB", 1e9)):
         for numel, published in table.items():
             yield PublishedRow(
-                what=f"AmoebaNet-D of {numel / 1e6:,.0f} M: parameters",
-                source=source,
-                unit=unit,
-                published=published,
-                predicted=numel * SGD_FP32.per_parameter() / divisor,
+                f"AmoebaNet-D of {numel / 1e6:,.0f} M: parameters",
+                source,
+                unit,
+                published,
+                numel * SGD_FP32.per_parameter() / divisor,
                 note="fp32 weights, gradients and one moment",
             )
 
@@ -96,11 +90,11 @@ def resnet_101_rows() -> Iterator[PublishedRow]:
             for begin, end in pairwise(ends)
         ]
         yield PublishedRow(
-            what=f"ResNet-101, {num_stages} P40, {num_micro} micro-batches: speed-up",
-            source="torchgpipe 0.0.5, benchmarks/resnet101-speed",
-            unit="x",
-            published=published,
-            predicted=images / gpipe_step_s(loads, num_micro) / P40_IMAGES_PER_S,
+            f"ResNet-101, {num_stages} P40, {num_micro} micro-batches: speed-up",
+            "torchgpipe 0.0.5, benchmarks/resnet101-speed",
+            "x",
+            published,
+            images / gpipe_step_s(loads, num_micro) / P40_IMAGES_PER_S,
             note="cuts between blocks by FLOPs, theirs within blocks by hand",
         )
 
@@ -128,11 +122,11 @@ def amoebanet_rows() -> Iterator[PublishedRow]:
     for (num_stages, num_micro), published in AMOEBANET_SPEEDUPS.items():
         for value, source in zip(published, ("torchgpipe 0.0.5, benchmarks/amoebanetd-speed", GPIPE), strict=True):
             yield PublishedRow(
-                what=f"AmoebaNet-D, {num_stages} devices, {num_micro} micro-batches: speed-up over 2 with 1",
-                source=source,
-                unit="x",
-                published=value,
-                predicted=step_s(2, 1) / step_s(num_stages, num_micro),
+                f"AmoebaNet-D, {num_stages} devices, {num_micro} micro-batches: speed-up over 2 with 1",
+                source,
+                "x",
+                value,
+                step_s(2, 1) / step_s(num_stages, num_micro),
                 note="even stages, free messages",
             )
 
@@ -166,11 +160,11 @@ def pipedream_rows() -> Iterator[PublishedRow]:
             for first, replicas in zip(best.first_blocks, best.replicas, strict=True)
         )
         yield PublishedRow(
-            what=f"{name}, 16 V100, 10 Gbit/s: PipeDream's best over data parallelism",
-            source=PIPEDREAM,
-            unit="x",
-            published=published,
-            predicted=alone_s / best.seconds,
+            f"{name}, 16 V100, 10 Gbit/s: PipeDream's best over data parallelism",
+            PIPEDREAM,
+            "x",
+            published,
+            alone_s / best.seconds,
             note=f"{images} images at {images_per_s:g}/s, by FLOPs; found: {stages}",
         )
 

@@ -49,88 +49,62 @@ def jia_rows() -> Iterator[PublishedRow]:
     twice = jia("resnet50", num_nodes=256, batch=32, images_per_s=at_32, cut=RESNET_CUT)
     reviews = "reviews of the paper"
     note = "segments cut between tensors 76 and 77; a message's latency is NCCL's, theirs was their own over RDMA"
-    yield PublishedRow(
-        what="ResNet-50, 1,024 P40, all on: efficiency",
-        source=reviews,
-        unit="%",
-        published=99.2,
-        predicted=100 * ours.efficiency,
-        note=note,
-    )
+    yield PublishedRow("ResNet-50, 1,024 P40, all on: efficiency", reviews, "%", 99.2, 100 * ours.efficiency, note=note)
     note = "each of 161 tensors by NCCL's ring, LL up to 16 KiB; no time of the framework's own per tensor"
     yield PublishedRow(
-        what="ResNet-50, 1,024 P40, baseline: efficiency",
-        source=reviews,
-        unit="%",
-        published=9.0,
-        predicted=100 * base.efficiency,
-        note=note,
+        "ResNet-50, 1,024 P40, baseline: efficiency", reviews, "%", 9.0, 100 * base.efficiency, note=note
     )
     simple = jia("resnet50", num_nodes=128, batch=64, images_per_s=at_64, cut=None, ll_up_to_bytes=0)
     yield PublishedRow(
-        what="ResNet-50, 1,024 P40, baseline without LL: efficiency",
-        source=reviews,
-        unit="%",
-        published=9.0,
-        predicted=100 * simple.efficiency,
+        "ResNet-50, 1,024 P40, baseline without LL: efficiency",
+        reviews,
+        "%",
+        9.0,
+        100 * simple.efficiency,
         note="as above, but protocol Simple for all sizes",
     )
     yield PublishedRow(
-        what="ResNet-50, 1,024 P40: speed-up over NCCL",
-        source=JIA,
-        unit="x",
-        published=11,
-        predicted=base.step_s / ours.step_s,
-        note='"up to"',
+        "ResNet-50, 1,024 P40: speed-up over NCCL", JIA, "x", 11, base.step_s / ours.step_s, note='"up to"'
     )
     minutes = steps * ours.step_s / 60
     yield PublishedRow(
-        what="ResNet-50, 1,024 P40: 90 epochs",
-        source="recalled from the paper",
-        unit="min",
-        published=8.7,
-        predicted=minutes,
+        "ResNet-50, 1,024 P40: 90 epochs",
+        "recalled from the paper",
+        "min",
+        8.7,
+        minutes,
         note="not independent: 218 images/s is recalled from the same paper; steps only, no start, no evaluation",
     )
     note = "communication alone: ranks of equal pace"
     yield PublishedRow(
-        what="ResNet-50, 2,048 P40: efficiency, one account",
-        source="recalled from the paper",
-        unit="%",
-        published=87.9,
-        predicted=100 * twice.efficiency,
+        "ResNet-50, 2,048 P40: efficiency, one account",
+        "recalled from the paper",
+        "%",
+        87.9,
+        100 * twice.efficiency,
         note=note,
     )
     yield PublishedRow(
-        what="ResNet-50, 2,048 P40: efficiency, the other",
-        source="the authors' article, 30 Jul 2018",
-        unit="%",
-        published=97,
-        predicted=100 * twice.efficiency,
+        "ResNet-50, 2,048 P40: efficiency, the other",
+        "the authors' article, 30 Jul 2018",
+        "%",
+        97,
+        100 * twice.efficiency,
         note=note,
     )
     minutes = steps * twice.step_s / 60
     note = "the P40's rate at 32 images is not published: that at 64 times a P100's ratio (195 / 219); steps only"
-    yield PublishedRow(
-        what="ResNet-50, 2,048 P40: 90 epochs", source=JIA, unit="min", published=6.6, predicted=minutes, note=note
-    )
+    yield PublishedRow("ResNet-50, 2,048 P40: 90 epochs", JIA, "min", 6.6, minutes, note=note)
     rate = P40_IMAGES_PER_S * flops_per_image(network("resnet50")) / flops_per_image(network("alexnet_bn"))
     fast = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=ALEXNET_CUT)
     slow = jia("alexnet_bn", num_nodes=128, batch=64, images_per_s=rate, cut=None)
     note = "the P40's rate on AlexNet is not published: the FLOP/s that it makes of ResNet-50"
     yield PublishedRow(
-        what="AlexNet, 1,024 P40: speed-up over NCCL",
-        source=JIA,
-        unit="x",
-        published=3,
-        predicted=slow.step_s / fast.step_s,
-        note='"up to"; ' + note,
+        "AlexNet, 1,024 P40: speed-up over NCCL", JIA, "x", 3, slow.step_s / fast.step_s, note='"up to"; ' + note
     )
     minutes = 95 * TRAIN_IMAGES / 65536 * fast.step_s / 60
     note += "; steps only"
-    yield PublishedRow(
-        what="AlexNet, 1,024 P40: 95 epochs", source=JIA, unit="min", published=4, predicted=minutes, note=note
-    )
+    yield PublishedRow("AlexNet, 1,024 P40: 95 epochs", JIA, "min", 4, minutes, note=note)
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
@@ -152,24 +126,17 @@ def training_rows() -> Iterator[PublishedRow]:
         work = work_of(network(net), batch_size=64, images_per_s=rate)
         found = simulate(work, cluster, plan, itemsize=4, algorithm="nccl_ring")
         note += "; fp32, fused to 64 MiB, 64 images; no cycle time, no negotiation"
-        yield PublishedRow(
-            what=f"{net}, 512 Pascal: efficiency",
-            source=horovod,
-            unit="%",
-            published=published,
-            predicted=100 * found.efficiency,
-            note=note,
-        )
+        yield PublishedRow(f"{net}, 512 Pascal: efficiency", horovod, "%", published, 100 * found.efficiency, note=note)
     goyal = replace(cluster_of("p100_25gbe", 32), ranks_per_node=8, across=Link(latency_s=20e-6, bytes_per_s=6.25e9))
     work = work_of(network("resnet50"), batch_size=32, images_per_s=195.0)
     found = simulate(work, goyal, CommPlan(num_buckets=1), itemsize=4, algorithm="halving_doubling")
     note = "8 GPUs on PCIe, 50 GbE at 20 us, halving-doubling, 195 images/s alone (a P100 at 32 images, TensorFlow 1)"
     yield PublishedRow(
-        what="ResNet-50, 256 P100: efficiency",
-        source="Goyal et al. 2017, arXiv:1706.02677",
-        unit="%",
-        published=90,
-        predicted=100 * found.efficiency,
+        "ResNet-50, 256 P100: efficiency",
+        "Goyal et al. 2017, arXiv:1706.02677",
+        "%",
+        90,
+        100 * found.efficiency,
         note=note,
     )
     sony = replace(
@@ -182,11 +149,11 @@ def training_rows() -> Iterator[PublishedRow]:
     found = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
     note = "4 V100 with NVLink and 2 x EDR per node; 1,200 images/s alone is PyTorch's AMP, not theirs; our two_level"
     yield PublishedRow(
-        what="ResNet-50, 1,088 V100, 2D torus: efficiency",
-        source="Mikami et al. 2018, arXiv:1811.05233",
-        unit="%",
-        published=91.62,
-        predicted=100 * found.efficiency,
+        "ResNet-50, 1,088 V100, 2D torus: efficiency",
+        "Mikami et al. 2018, arXiv:1811.05233",
+        "%",
+        91.62,
+        100 * found.efficiency,
         note=note,
     )
 
@@ -197,50 +164,38 @@ def bus_rows() -> Iterator[PublishedRow]:
     gib = 2**30
     for algorithm, published in (("nccl_ring", 190), ("nccl_tree", 150)):
         yield PublishedRow(
-            what=f"5 x 8 H100, 4 x 400G, {algorithm[5:]}, 1 GiB",
-            source="NVIDIA/nccl issue 1368",
-            unit="GB/s",
-            published=published,
-            predicted=bus_gb_per_s(h100, algorithm, gib),
+            f"5 x 8 H100, 4 x 400G, {algorithm[5:]}, 1 GiB",
+            "NVIDIA/nccl issue 1368",
+            "GB/s",
+            published,
+            bus_gb_per_s(h100, algorithm, gib),
         )
     yield PublishedRow(
-        what="5 x 8 H100, 4 x 400G, ring, 1 MiB",
-        source="NVIDIA/nccl issue 1368",
-        unit="us",
-        published=354.9,
-        predicted=1e6 * h100.alone_s("nccl_ring", MIB),
+        "5 x 8 H100, 4 x 400G, ring, 1 MiB", "NVIDIA/nccl issue 1368", "us", 354.9, 1e6 * h100.alone_s("nccl_ring", MIB)
     )
     a100 = cluster_of("dgx_a100", 2)
     yield PublishedRow(
-        what="2 x DGX A100, ring, 8 B",
-        source="NVIDIA/nccl issue 812",
-        unit="us",
-        published=93.12,
-        predicted=1e6 * a100.alone_s("nccl_ring", 8),
+        "2 x DGX A100, ring, 8 B", "NVIDIA/nccl issue 812", "us", 93.12, 1e6 * a100.alone_s("nccl_ring", 8)
     )
     yield PublishedRow(
-        what="DGX A100, 8 x 200G, all-reduce, large",
-        source="NVIDIA/nccl issue 812, NVIDIA's comment",
-        unit="GB/s",
-        published=192,
-        predicted=bus_gb_per_s(a100, "nccl_ring", 8 * gib),
+        "DGX A100, 8 x 200G, all-reduce, large",
+        "NVIDIA/nccl issue 812, NVIDIA's comment",
+        "GB/s",
+        192,
+        bus_gb_per_s(a100, "nccl_ring", 8 * gib),
     )
     hdr = replace(cluster_of("dgx_a100", 3), nics_per_node=4)
     yield PublishedRow(
-        what="3 x 8 A100, 4 x HDR, peak",
-        source="NVIDIA/nccl-tests issue 119",
-        unit="GB/s",
-        published=96,
-        predicted=bus_gb_per_s(hdr, "nccl_ring", 8 * gib),
+        "3 x 8 A100, 4 x HDR, peak", "NVIDIA/nccl-tests issue 119", "GB/s", 96, bus_gb_per_s(hdr, "nccl_ring", 8 * gib)
     )
     tcp = cluster_of("cloud_100gbe", 4)
     note = "the middle of 4 to 6; the model has the line rate, kernel TCP over few sockets does not reach it"
     yield PublishedRow(
-        what="4 x 8 V100, 100 Gbit/s TCP, large",
-        source="NVIDIA/nccl issue 450",
-        unit="GB/s",
-        published=5,
-        predicted=bus_gb_per_s(tcp, "nccl_ring", gib),
+        "4 x 8 V100, 100 Gbit/s TCP, large",
+        "NVIDIA/nccl issue 450",
+        "GB/s",
+        5,
+        bus_gb_per_s(tcp, "nccl_ring", gib),
         note=note,
     )
 
@@ -259,11 +214,11 @@ def between_rows() -> Iterator[PublishedRow]:
     for name, num_nodes, cards, source, published in BETWEEN_NODES_US:
         is_fitted = name == "dgx_h100"
         yield PublishedRow(
-            what=f"{num_nodes} x 8 {name[4:].upper()}, {cards}, 16 MiB",
-            source=source,
-            unit="us",
-            published=published,
-            predicted=1e6 * cluster_of(name, num_nodes).alone_s("nccl", 16 * MIB),
+            f"{num_nodes} x 8 {name[4:].upper()}, {cards}, 16 MiB",
+            source,
+            "us",
+            published,
+            1e6 * cluster_of(name, num_nodes).alone_s("nccl", 16 * MIB),
             note="`FILLING_S` and `FILLING_HALF_BYTES` are fitted to this table" if is_fitted else "",
         )
 
@@ -282,11 +237,11 @@ def one_node_rows() -> Iterator[PublishedRow]:
         found = cluster_of(name, 1)
         for kib, published in times_us.items():
             yield PublishedRow(
-                what=f"{what}, one node, {kib} KiB",
-                source="stas00/ml-engineering, network",
-                unit="us",
-                published=published,
-                predicted=1e6 * found.alone_s("nccl", kib * 1024),
+                f"{what}, one node, {kib} KiB",
+                "stas00/ml-engineering, network",
+                "us",
+                published,
+                1e6 * found.alone_s("nccl", kib * 1024),
                 note="`launch_s` of this cluster is fitted to this row" if kib == 32 else "",
             )
 

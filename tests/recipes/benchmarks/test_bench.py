@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-import subprocess
-import sys
-from typing import get_args
-
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import nn
 
-from lightning_hybrid.comm.plan import Algorithm
 from recipes.benchmarks import compare
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
 from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
-from tests.checkout import ROOT, tracked_files
-
-SMALL = [
-    "allreduce.max_bytes=4096",
-    "allreduce.num_rounds=2",
-    "allreduce.min_sample_s=0.01",
-    "steps.gradients=[linear_8mib]",
-    "steps.num_rounds=1",
-    "steps.num_steps=2",
-    "steps.num_warmup_steps=2",
-    "steps.overlap=auto",
-]
+from tests.checkout import tracked_files
+from tests.recipes.composed import composed
 
 
 def configured(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("bench", overrides=["run_dir=/nowhere", *overrides])
+    return composed("bench", "run_dir=/nowhere", *overrides)
 
 
 def row(arm, *times_s, num_bytes=1000, num_nodes=2, **more):
     return Timing(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
-
-
-@pytest.mark.long
-def test_one_command_measures_every_algorithm_and_whole_steps(tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "bench.py"), f"hydra.run.dir={tmp_path}", *SMALL]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    head, *rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    sums = {(r["arm"], r["case"], r["num_bytes"]) for r in rows if r["section"] == "allreduce"}
-    arms = ("torch", "auto", *get_args(Algorithm))
-    assert sums == {(a, d, n) for a in arms for d in ("float32", "float16") for n in (1024, 4096)}
-    steps = {r["arm"]: r for r in rows if r["section"] == "step"}
-    assert list(steps) == ["ddp", "fp16_compress", "auto"]
-    assert steps["ddp"]["num_bytes"] == 2 * steps["auto"]["num_bytes"] == 2 * steps["fp16_compress"]["num_bytes"]
-    overlap = [r for r in rows if r["section"] == "overlap"]
-    assert [r["arm"].partition(", backward")[0] for r in overlap] == ["auto", "auto, silent"] * 2
-    assert [r["backward_s"] for r in overlap[:2]] == [0.0, 0.0]
-    assert all(min(r["times_s"]) >= r["backward_s"] for r in overlap)
-    assert all(len(r["times_s"]) == 2 and min(r["times_s"]) > 0 for r in rows)
-    assert head["environment"]["torch"] == torch.__version__
-    assert (tmp_path / "bench.png").stat().st_size > 10_000
-    with open(tmp_path / "table.csv") as file:
-        assert len(list(csv.reader(file))) == 1 + len(rows)
-    assert f"written to {tmp_path}" in done.stdout
 
 
 MISTAKES = {

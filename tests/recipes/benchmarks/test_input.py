@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from lightning_hybrid.data.prefetch import prefetch
@@ -20,26 +15,6 @@ from recipes.benchmarks import input_cases, photos
 from recipes.benchmarks.input_baselines import PillowImages
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.mark.long
-def test_the_program_measures_every_arm_and_writes_its_tables(tmp_path):
-    options = ["bench.num_photos=40", "bench.batch_size=4", "bench.num_batches=2", "bench.num_rounds=1"]
-    options += ["bench.image_size=32", "bench.num_threads=1", "bench.loads=[0.5]", "bench.num_steps=2"]
-    command = [sys.executable, "-m", "recipes.benchmarks.input", f"hydra.run.dir={tmp_path}", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "bench.json").read_text())
-    arms = {row["arm"]: row for row in content["speeds"]}
-    assert {"Pillow + DataLoader", "ours, folder, pillow", "ours, shards, pillow", "ours, noise"} <= set(arms)
-    assert all(len(row["images_per_s"]) == 1 and row["images_per_s"][0] > 0 for row in arms.values())
-    small, large = arms["ours, shards, 256 px, pillow"], arms["ours, shards, pillow"]
-    assert small["bytes_per_image"] < 0.7 * large["bytes_per_image"]
-    assert [row["load"] for row in content["waits"]] == [0.5, 0.5]
-    assert "scratch" not in content["config"]["bench"]
-    text = (tmp_path / "table.md").read_text()
-    assert text.count("\n| ") == 2 * 1 + len(arms) + 2 - 1  # two heads and the rows, less the very first line
 
 
 def test_photos_are_always_the_same_and_of_imagenets_size():

@@ -1,6 +1,5 @@
 """Whole steps of a small ResNet are timed on one device, arm by arm in rounds."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from recipes.benchmarks import training as bench_training
 from recipes.benchmarks import updates
 from recipes.benchmarks.training import TrainingBench
-from recipes.benchmarks.updates import ARMS
-from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -78,16 +75,3 @@ def test_updates_on_cuda_are_queued_behind_a_sleep_and_timed_between_two_events(
     row = {"case": "x", "arm": "lars_fused", "num_params": 1, "num_tensors": 1, "times_s": (seconds, seconds)}
     table = updates.markdown([updates.UpdateRow(**row, host_times_s=(0.005, 0.005))])
     assert [cell.strip() for cell in table.splitlines()[-1].split("|")][3:-1:5] == ["1.00", "5.00"]
-
-
-@pytest.mark.long
-def test_the_program_times_every_update_and_writes_its_tables(tmp_path):
-    arms = [*ARMS]
-    words = ["device=cpu", "training=null", "updates.gradients=[linear_8mib]", f"updates.arms=[{','.join(arms)}]"]
-    words += ["updates.num_rounds=2", "updates.num_warmup=1", f"hydra.run.dir={tmp_path}"]
-    done = run_program("-m", "recipes.benchmarks.optimizer", *words, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == arms
-    assert all(len(row["times_s"]) == 2 for row in rows)
-    assert all(arm in (tmp_path / "table.md").read_text() for arm in arms)

@@ -45,14 +45,12 @@ BASES: dict[str, list[str]] = {
     "recipes.benchmarks.input": [],
     "recipes.benchmarks.optimizer": [],
     "tests.evidence.memory.__main__": [],
-    "tests.evidence.orthogonal_cost.__main__": ["clusters=[dgx_a100]"],
     "recipes.report": ["runs=[TMP/run]"],
     "tests.evidence.endurance.__main__": [],
     "recipes.tune": [],
     "tests.evidence.faults.__main__": ["only=[rank dies]"],
     "tests.evidence.resume.__main__": [],
     "tests.evidence.environments.__main__": ["only=[HOME unset]"],
-    "tests.evidence.checkpoint_cost.__main__": ["model.depth=18", "model.width=0.0625"],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -63,13 +61,11 @@ WORK = [
     ("recipes.benchmarks.updates", "UpdateBench", "run"),
     ("recipes.benchmarks.input_cases", "InputBench", "speeds"),
     ("tests.evidence.memory.census", "Census", "take"),
-    ("tests.evidence.orthogonal_cost.updates", "SharedUpdates", "take"),
     ("recipes.planning.gradient_timing", None, "time_gradients"),
     ("tests.evidence.endurance.__main__", None, "train"),
     ("tests.evidence.faults.case", None, "run_cases"),
     ("tests.evidence.resume.trials", None, "resume_outcomes"),
     ("tests.evidence.environments.trials", None, "environment_outcomes"),
-    ("tests.evidence.checkpoint_cost.cases", None, "samples"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

@@ -8,21 +8,15 @@ import os
 import sys
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from recipes.cli import launch, stdio
 from recipes.cli.hydra_callbacks import BeforeRun
 from tests.checkout import ROOT, tracked_in
+from tests.recipes.composed import composed
 
 CONF = ROOT / "conf"
 ENTRIES = sorted(path.stem for path in tracked_in(CONF, "*.yaml") if path.stem != "job")
 MARKER = "0123456789abcdef" * 3
-
-
-def composed(name, *overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(name, overrides=list(overrides), return_hydra_config=True)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +27,10 @@ def streams_as_they_were(monkeypatch):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_recipe_looks_around_before_hydra_writes(name):
-    assert composed(name).hydra.callbacks.before_run._target_ == "recipes.cli.hydra_callbacks.BeforeRun"
+    assert (
+        composed(name, return_hydra_config=True).hydra.callbacks.before_run._target_
+        == "recipes.cli.hydra_callbacks.BeforeRun"
+    )
 
 
 @pytest.mark.parametrize("mode", ["run", "sweep"])
@@ -41,19 +38,20 @@ def test_a_directory_that_takes_nothing_ends_the_program_in_words(mode, monkeypa
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     start = BeforeRun().on_run_start if mode == "run" else BeforeRun().on_multirun_start
     with pytest.raises(SystemExit, match=r"^error: `hydra.run.dir` \(=/proc/none/x\) must be a directory that can be"):
-        start(composed("train", f"hydra.{mode}.dir=/proc/none/x"))
+        start(composed("train", f"hydra.{mode}.dir=/proc/none/x", return_hydra_config=True))
 
 
 def test_other_ranks_write_nothing_and_so_look_at_no_directory(monkeypatch):
     monkeypatch.setattr(launch, "is_rank_zero", lambda: False)
-    BeforeRun().on_run_start(composed("train", "hydra.run.dir=/proc/none/x"))
+    BeforeRun().on_run_start(composed("train", "hydra.run.dir=/proc/none/x", return_hydra_config=True))
 
 
 @pytest.mark.parametrize("key", ["logger.settings.api_key", "data.password", "logger.tags"])
 def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER
-    cfg = composed("train", f"+{key}={value}" if "tags" not in key else f"{key}={value}", f"hydra.run.dir={tmp_path}/x")
+    given = f"{key}={value}" if "tags" in key else f"+{key}={value}"
+    cfg = composed("train", given, f"hydra.run.dir={tmp_path}/x", return_hydra_config=True)
     with pytest.raises(SystemExit, match=r"must not be in the configuration.* Set WANDB_API_KEY") as message:
         BeforeRun().on_run_start(cfg)
     assert MARKER not in str(message.value)

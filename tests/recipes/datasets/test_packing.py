@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 from PIL import Image
 
 from lightning_hybrid.data.images.shards import ShardedImages
-from recipes.datasets import packing
 from recipes.datasets.packing import Packing, check_packed
 from tests.data.images.pictures import image_of, write_root
 
@@ -144,22 +140,3 @@ def test_settings_that_make_no_sense_are_refused(root, tmp_path):
             packing_of(root, tmp_path / "out", **change)
     with pytest.raises(ValueError, match=r"must not be `root`"):
         packing_of(root, root)
-
-
-@pytest.mark.long
-def test_the_program_packs_and_ends_a_mistake_with_one_message(root, tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "pack.py"), f"hydra.run.dir={tmp_path}/run", f"root={root}"]
-
-    def run(*options):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            [*command, *options], capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-
-    done = run(f"out={tmp_path}/out", "short_side=32")
-    assert done.returncode == 0, done.stderr
-    assert "train: 23 images, 1 shard, " in done.stdout
-    done = run()
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert "`out` (=???) must have a value" in done.stderr
-    assert packing.PLAN_NAME in {path.name for path in (tmp_path / "out" / "train").iterdir()}

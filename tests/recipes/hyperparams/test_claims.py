@@ -6,16 +6,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from recipes.cli import launch
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import UNTESTED, Cell, Study, TunedAxis
 from recipes.hyperparams.study_report import Interval, complete, markdown, paired
 from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 from recipes.hyperparams.trial_pool import TrialPool
 from tests.checkout import ROOT, tracked_in
+from tests.recipes.composed import composed
 from tests.recipes.hyperparams.planted import PlantedStudy
 
 STUDIES = sorted(path.stem for path in tracked_in(ROOT / "conf" / "study", "*.yaml"))
@@ -288,10 +287,7 @@ def test_a_mistake_is_named_with_its_key(mistake):
 
 
 def configured(*overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("claims", overrides=["run_dir=/nowhere", *overrides])
-    return OmegaConf.to_container(cfg, resolve=True)
+    return OmegaConf.to_container(composed("claims", "run_dir=/nowhere", *overrides), resolve=True)
 
 
 @pytest.mark.long

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +121,7 @@ def trial_of_a_rank():
     return trial(*TWO_NODES, "strategy.between_nodes.dtype=int8")
 
 
+@pytest.mark.long
 def test_a_trial_on_two_nodes_says_what_their_codec_lost_and_how_many_steps_were_skipped(two_ranks):
     one, other = two_ranks.run(trial_of_a_rank, timeout_s=180.0)
     assert one.status == "done"
@@ -212,36 +210,3 @@ def test_a_plain_half_model_is_half_all_through_and_trains():
         out = module(torch.randn(4, 1, 8, 8).half())
     out.float().square().mean().backward()
     assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float16}
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def search(folder, *overrides):
-    command = [sys.executable, str(ROOT / "recipes" / "search.py"), f"hydra.run.dir={folder}", *overrides]
-    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
-
-
-@pytest.mark.long
-def test_one_command_searches_and_a_second_one_runs_nothing_again(tmp_path):
-    """Four rates in one worker, of which the lowest is best; then once more, in the command's own process."""
-    settings = "recipe=claim_digits global_batch_size=600 batch_size_per_rank=null callbacks=none trainer.max_epochs=2"
-    settings = f"{settings} optim=sgd precision=32-true".split()
-    small = [f"trial={settings}"]
-    small += ["axes.optim.lr.low=1e-2", "axes.optim.lr.high=1e37", "axes.optim.lr.num=4", "backend.num_rounds=1"]
-    first = search(tmp_path, *small)
-    assert first.returncode == 0, first.stdout + first.stderr
-    outcomes = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert len(outcomes) == 4
-    assert {outcome["status"] for outcome in outcomes[1:]} <= {"diverged", "stopped"}
-    assert "best: optim.lr=0.01\n" in first.stdout
-    assert "the best optim.lr lies at an end of its range: widen axes.optim.lr.low" in first.stdout
-    assert (tmp_path / "table.md").read_text().splitlines()[2].startswith("| 1 ")
-    assert (tmp_path / "search.png").stat().st_size > 10_000
-
-    before = (tmp_path / "trials.jsonl").read_bytes()
-    second = search(tmp_path, *small, "num_workers=0")
-    assert second.returncode == 0, second.stderr
-    assert (tmp_path / "trials.jsonl").read_bytes() == before
-    assert second.stdout.strip().splitlines()[-1] == "best: optim.lr=0.01"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import statistics
 import time
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -32,7 +29,7 @@ from tests.evidence.planner import emulated
 from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published_rows import published_rows
-from tests.programs import run_program
+from tests.recipes.composed import composed
 
 RECORDS = ROOT / "recipes" / "records" / "simulate"
 NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
@@ -50,40 +47,6 @@ def scenario(num_nodes=16, **more):
         "on_cuda": True,
     }
     return Scenario(**(known | more))
-
-
-def run(tmp_path, *overrides):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0"}
-    command = [str(ROOT / "recipes" / "simulate.py"), f"hydra.run.dir={tmp_path}", *overrides]
-    return run_program(*command, cwd=tmp_path, env=environment)
-
-
-def test_one_command_plans_a_run(tmp_path):
-    ask = ["num_nodes=2", "num_steps=7", "jitter.relative_std=0.02", "scaling_ranks=[1,16]", "epochs=2"]
-    rates = ["cluster.price_per_node_hour=30", "cluster.watts_per_node=3000"]
-    done = run(tmp_path, *ask, *rates, "search.algorithms=[flat,two_level]", "search.bucket_bytes=[4194304,67108864]")
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "simulate.json").read_text())
-    numbers = content["numbers"]
-    assert numbers["num_ranks"] == 16
-    assert numbers["step_s"] == pytest.approx(statistics.fmean(content["steps_s"]))
-    assert len(content["steps_s"]) == 7
-    hours = 2 * 1281167 / (16 * 64) * numbers["step_s"] / 3600
-    assert numbers["run_hours"] == pytest.approx(hours)
-    assert numbers["run_price"] == pytest.approx(hours * 2 * 30)
-    assert numbers["run_kwh"] == pytest.approx(hours * 2 * 3)
-    assert [point["num_ranks"] for point in content["scaling"]] == [1, 16]
-    assert len(content["plans"]) == 4
-    events = json.loads((tmp_path / "trace" / "rank-0.json").read_text())["traceEvents"]
-    assert {"backward", "buckets"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert (tmp_path / "simulate.png").stat().st_size > 10_000
-    assert (tmp_path / "pipeline.png").stat().st_size > 5_000
-    assert content["memory"]["needs"][0]["settings"] == []
-    assert content["pipelines"][0]["step_s"] > numbers["step_alone_s"]
-    assert done.stdout.startswith("16 GPUs (2 x 8), 1,024 images a step: a step takes ")
-    assert f"2 epochs of 1,281,167 images (ImageNet) take {hours * 60:.3g} min and " in done.stdout
-    assert "| step_s_quantile_0.9 |" in (tmp_path / "table.md").read_text()
-    assert done.stdout.rstrip().endswith(f"written to {tmp_path}")
 
 
 def measured_once(measure):
@@ -105,8 +68,7 @@ MEASURES = {name: measured_once(getattr(memory_report, name)) for name in ("bloc
 def reported(monkeypatch, *overrides) -> SimulationReport:
     for name, measure in MEASURES.items():
         monkeypatch.setattr(memory_report, name, measure)
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("simulate", overrides=["run_dir=/nowhere", *overrides], return_hydra_config=True)
+    cfg = composed("simulate", "run_dir=/nowhere", *overrides, return_hydra_config=True)
     monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
     return SimulationReport.of(scenario_of(cfg), cfg)
 
@@ -211,8 +173,7 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
 
 
 def test_a_model_of_unknown_pace_is_refused():
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("simulate", overrides=["run_dir=/nowhere", "cluster=gb200_nvl72"])
+    cfg = composed("simulate", "run_dir=/nowhere", "cluster=gb200_nvl72")
     with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 72 x B200 .* for model=resnet50"):
         rate_of(cfg, "resnet50")
     cfg.images_per_s = 3
@@ -220,8 +181,7 @@ def test_a_model_of_unknown_pace_is_refused():
 
 
 def test_the_plan_of_the_configuration_is_the_librarys():
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("simulate", overrides=["run_dir=/nowhere", "plan.algorithm=two_level"])
+    cfg = composed("simulate", "run_dir=/nowhere", "plan.algorithm=two_level")
     assert instantiate(cfg.plan) == CommPlan(algorithm="two_level")
     assert instantiate(cfg.plan, algorithm="auto") == CommPlan()
 
@@ -348,18 +308,6 @@ def test_the_emulated_cluster_is_described_with_what_was_fitted():
     for name in ("stage_s", "message_s", "segment_s", "ring_share", "wire_share", "burst_bytes", "num_shared_cores"):
         assert getattr(described.transport, name) == pytest.approx(getattr(fitted.transport, name), rel=0.005), name
     assert described.inside.bytes_per_s == pytest.approx(fitted.inside.bytes_per_s, rel=0.005)
-
-
-@pytest.mark.long
-def test_a_fit_finds_the_machine_that_made_the_times():
-    """Times computed from a machine, then fitted from another start."""
-    known = emulated.cases_of(RECORDS / "2026-11-21_netlab_calibration_2x2_2-core-cpu")
-    small = [case for case in known if case.section == "allreduce" and case.arm in ("torch", "hierarchical")]
-    made = emulated.Machine(message_s=2e-4, segment_s=2e-5, ring_share=0.7)
-    times = [replace(case, measured_s=case.predicted_s(made)) for case in small]
-    found = emulated.fit_machine(times, emulated.Machine())
-    assert emulated.error_of(found, times) < 0.05 * emulated.error_of(emulated.Machine(), times)
-    assert found.ring_share == pytest.approx(0.7, rel=0.05)  # from 0.85
 
 
 def test_the_papers_cluster_is_as_published():

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -27,8 +26,8 @@ from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import launch
 from recipes.planning import tune_setup
 from recipes.planning.tune_report import TuneReport
-from tests.evidence.planner import tune_check
 from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
+from tests.recipes.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 WORK = StepWorkload(forward_s=0.0, gradients=((MIB, 0.01),) * 4)
@@ -37,8 +36,7 @@ launch.register_resolvers()
 
 
 def configured(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("tune", overrides=["run_dir=/nowhere", *overrides])
+    return composed("tune", "run_dir=/nowhere", *overrides)
 
 
 def report(cluster, *overrides, **more):
@@ -67,9 +65,8 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     cluster, more = (gloo_cluster(2, 2), {}) if kind == "gloo" else (on_gpus(), {"on_cuda": True})
     found = report(cluster, "name=ours", **more)
     found.write(tmp_path, {})
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        ask = [f"hydra.searchpath=[file://{tmp_path}]", "cluster=ours", "num_nodes=16", "run_dir=/nowhere"]
-        cfg = compose("simulate", overrides=ask)
+    searched = f"hydra.searchpath=[file://{tmp_path}]"
+    cfg = composed("simulate", searched, "cluster=ours", "num_nodes=16", "run_dir=/nowhere")
     read = instantiate(cfg.cluster.links)
     assert close(asdict(read), asdict(replace(found.found.cluster, num_nodes=16)))
     assert cfg.cluster.on_cuda == (kind == "nccl")
@@ -92,7 +89,7 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
-    assert tune_check.cluster_from(content["cluster"]) == found.found.cluster
+    assert content["cluster"] == asdict(found.found.cluster)
 
 
 def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
@@ -219,33 +216,3 @@ def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path):
         before_s = time.monotonic()
         parent.stdout.read()  # the pipe closes when the last that holds it has ended
     assert time.monotonic() - before_s < 60, "the child would sleep for two minutes"
-
-
-# ---- whole -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_one_command_measures_this_host(tmp_path):
-    ask = ["world.devices=2", "measure.limit_s=4", "measure.max_bytes=262144", "model=alexnet_bn"]
-    ask += ["image_shape=[1,16,16]", f"hydra.run.dir={tmp_path}/out"]
-    command = [sys.executable, str(ROOT / "recipes" / "tune.py"), *ask]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert content["world"]["ranks_per_node"] == 2
-    assert content["calibration"]["links"]["inside"]["bytes_per_s"] > 0
-    assert (tmp_path / "out" / "cluster" / "measured.yaml").exists()
-    assert CommPlan.from_json((tmp_path / "out" / "plan.json").read_text())
-    assert "links between nodes were not measured" in done.stdout
-    assert f"--config-dir={tmp_path}/out cluster=measured" in done.stdout
-
-
-@pytest.mark.long
-def test_one_rank_is_refused_with_one_message(tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "tune.py"), "world.devices=1", f"hydra.run.dir={tmp_path}"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HYDRA_FULL_ERROR": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert "error: `world.devices` (=1) must make two ranks or more" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -4,20 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from recipes.training import keys
 from recipes.training.fully_sharded import FullyShardedStrategy
-from tests.test_readme import ROOT
+from tests.recipes.composed import composed
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "16-mixed"])
 def test_a_precision_that_has_no_fp32_masters_or_no_loss_scale_is_refused(precision):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", ["strategy=fsdp2", f"precision={precision}"])
+    cfg = composed("train", "strategy=fsdp2", f"precision={precision}")
     with pytest.raises(ValueError, match=r"`precision` \(='.*'\) and strategy=fsdp2 .* Set precision=bf16-mixed or"):
         keys.check_precision(cfg)
     for fits in ("bf16-mixed", "32-true"):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_checkpoint
-from recipes.cli import launch
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
 from recipes.training.tracking import TrackerRun, saved_state
 from tests import toy
-from tests.evidence.resume import trials
-from tests.evidence.resume.kill_points import PHASES
+from tests.evidence.outcomes import outcomes_of
+from tests.recipes.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -96,9 +91,7 @@ def test_a_file_that_holds_more_than_data_is_named_and_passed_over(tmp_path):
 
 
 def configured(run_dir, *overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides=["trainer.devices=1", f"run_dir={run_dir}", *overrides])
+    return composed("train", "trainer.devices=1", f"run_dir={run_dir}", *overrides)
 
 
 def test_a_path_must_be_a_whole_checkpoint(tmp_path):
@@ -272,24 +265,7 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
 # ---- killed runs -----------------------------------------------------------------------------------------------------
 
 
-def test_the_trials_come_to_every_phase_and_are_the_same_for_a_seed():
-    found = trials.points(3 * len(PHASES), seed=1)
-    assert {point.phase for point in found} == set(PHASES)
-    assert {point.rank for point in found} == {0, 1, None}
-    assert found == trials.points(3 * len(PHASES), seed=1) != trials.points(3 * len(PHASES), seed=2)
-
-
 @pytest.mark.long
 def test_runs_killed_at_random_points_end_as_an_undisturbed_one(tmp_path):
     """Three points, four ways to damage a file, a full disk; `tests/evidence/resume` says what of it broke."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.evidence.resume", "num_trials=3", "seed=11", f"hydra.run.dir={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
-    assert len(outcomes) == 8
-    assert all(outcome["is_held"] for outcome in outcomes)
+    assert outcomes_of("resume", tmp_path, "num_trials=3", "seed=11") == [True] * 8

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid.callbacks import metrics as m
-from recipes.cli import launch
 from recipes.training import resume, tracking
 from recipes.training.build import build
 from tests import toy
-from tests.recipes.training.wandb_file import BLOCK_BYTES, frames, runs_in
+from tests.recipes.composed import composed
+from tests.recipes.training.wandb_file import runs_in
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 SMALL = [
@@ -34,9 +33,7 @@ SMALL = [
 
 
 def configured(run_dir, *overrides):
-    launch.register_resolvers()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=[*SMALL, f"run_dir={run_dir}", *overrides])
+    return composed("train", *SMALL, f"run_dir={run_dir}", *overrides)
 
 
 @contextmanager
@@ -121,17 +118,6 @@ def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
 
 def tracked_disabled(run_dir):
     return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
-
-
-def test_the_reader_joins_chunks_over_blocks_and_stops_where_a_file_is_torn():
-    """Guards the guard: a record of three chunks, and one that ends with its file."""
-    lengths = (BLOCK_BYTES - 14 - 10, BLOCK_BYTES - 7, 5)
-    parts = [bytes([kind]) * length for kind, length in zip((2, 3, 4), lengths, strict=True)]
-    small = b"\0" * 4 + (3).to_bytes(2, "little") + b"\1abc"  # 10 bytes, so that the long record fills its block
-    chunks = [b"\0" * 4 + len(p).to_bytes(2, "little") + p[:1] + p for p in parts]
-    whole = b":W&B\xe1\xbe\0" + small + b"".join(chunks) + small
-    assert list(frames(whole)) == [b"abc", b"".join(parts), b"abc"]
-    assert list(frames(whole[:-1])) == [b"abc", b"".join(parts)]
 
 
 # ---- where the tracker cannot be reached -----------------------------------------------------------------------------

@@ -141,16 +141,6 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert lines == ["test", "validation", "throughput", "skipped", "communication", "run", "picture"]
 
 
-@pytest.mark.slow
-def test_a_mistake_ends_in_one_message(tmp_path):
-    done = run(*SHORT, "global_batch_size=127", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("error: `global_batch_size` (=127) must be a multiple of")
-    assert line.endswith("Nearest that fit: global_batch_size=126 or 128.")
-
-
 @pytest.mark.long
 def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
     """Two processes, two epochs; the second again from the file of the first. BatchNorm validates as under DDP.

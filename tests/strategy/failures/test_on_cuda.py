@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine
+from lightning_hybrid.comm.engine import process_groups
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.pipeline import rank_layout
-from lightning_hybrid.strategy import node_groups
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, LAUNCH_ORDER
 from lightning_hybrid.strategy.local_steps import extension as local_steps
@@ -89,7 +89,7 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
     seen = []
-    for module in (node_groups, rank_layout):
+    for module in (process_groups, rank_layout):
         monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
@@ -106,12 +106,9 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
 def test_the_nodes_group_of_local_steps_is_not_waited_for_where_it_was_aborted(monkeypatch, device_type, failure):
     freed = []
     for name in ("forget", "destroy"):
-        monkeypatch.setattr(local_steps, name, lambda group, name=name: freed.append((name, group)))
+        monkeypatch.setattr(process_groups, name, lambda group, name=name: freed.append((name, group)))
     engine = SimpleNamespace(failure=failure, close=lambda: None)
-    strategy = local_steps.LocalSGDMixin()
-    strategy._nodes = SimpleNamespace(node_engine=engine, group="nodes")
-    strategy._engine, strategy.root_device = SimpleNamespace(failure=""), torch.device(device_type)
-    strategy.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
-    with pytest.raises(AttributeError, match="teardown"):  # there is no DDPStrategy behind it
-        strategy.teardown()
+    extension = object.__new__(local_steps.LocalStepsExtension)
+    extension._nodes, extension._ignored = SimpleNamespace(node_engine=engine, group="nodes"), None
+    extension.end(SimpleNamespace(engine=SimpleNamespace(failure=""), device=torch.device(device_type)), None)
     assert freed == [("forget" if device_type == "cuda" and failure else "destroy", "nodes")]

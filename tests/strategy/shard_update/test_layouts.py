@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm.bucket_layout import chunk_numels
-from lightning_hybrid.placement import BLOCK, is_split
+from lightning_hybrid.placement import BLOCK, flattened, has_gaps, is_split
 from lightning_hybrid.strategy.shard_update.gradient_scatter import packing_of
 from lightning_hybrid.strategy.shard_update.shard_exchange import chunks_of
-from lightning_hybrid.strategy.shard_update.shard_pairs import flattened, has_gaps
 from lightning_hybrid.strategy.shard_update.sharded_fit import spans_by_rank
 
 RANKS = st.integers(2, 5)

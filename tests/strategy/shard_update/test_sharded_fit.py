@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.stats.link_bytes import traffic_of
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.strategy.shard_update import shard_exchange as part_exchange
+from lightning_hybrid.strategy.shard_update.extension import ShardUpdateExtension
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from tests import toy
 from tests.comm.layouts import engine_over, integers, sum_of_integers
@@ -166,7 +167,8 @@ class CountsScattered(pl.Callback):
         self.num = 0
 
     def on_train_batch_start(self, trainer, *args):
-        scatter = trainer.strategy._shared.scatter if trainer.strategy._shared else None
+        extensions = trainer.strategy._extensions
+        scatter = extensions.made[0]._parts.scatter if extensions else None
         if scatter is not None:
             self.num = sum(packing is not None for packing in scatter._packings.values())
 
@@ -350,13 +352,11 @@ def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
     """There `auto` is flat, which leaves no gather of gradients out: the weights' would come on top."""
-    strategy = HybridAllReduceStrategy(shard_update="node")
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
-    strategy._topology, strategy.parallel_devices = topology, [torch.device("cuda", 0)]
-    strategy._precision_plugin = MasterWeightPrecision("16-true")
-    assert strategy._check_sharing()
+    fit = SimpleNamespace(device=torch.device("cuda", 0))
+    plan = ShardUpdateExtension().engine_options(fit, CommPlan())["plan"]
     for numel in (2**12, 2**24):
-        planned = strategy._plan.bucket(
+        planned = plan.bucket(
             index=0, numel=numel, dtype="float16", num_bytes=2 * numel, topology=topology, on_cuda=True
         )
         assert planned.num_chunks == (1 if numel == 2**12 else 2)

@@ -1,4 +1,4 @@
-"""The C++ of the fused steps: how it is built, cached and called, how it rounds; `test_step.py`: what it computes."""
+"""The C++ of the fused steps: how it is built, cached, called, how it rounds. `test_contract.py`: what it computes."""
 
 import ctypes
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_hybrid.cpp import library as cpp_library
 from lightning_hybrid.optim import LAMB, LARS
@@ -16,11 +17,32 @@ from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused.cpu import build
 from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
-from tests.optim.fused.test_step import close, masters, set_scaled_grads
-from tests.optim.test_lars import copies_of, parameters, run
+from tests.optim.test_lars import copies_of, normals, parameters, run, set_grads
 from tests.reference.coefficients import coefficients
 
 QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
+
+
+def close(params, others, rtol):
+    for param, other in zip(params, others, strict=True):
+        param, other = param.detach().double(), other.detach().double()
+        assert torch.linalg.vector_norm(param - other) <= rtol * torch.linalg.vector_norm(other)
+
+
+def masters(*shapes, copy_dtype=torch.float16):
+    """float32 parameters that take half-precision gradients, and their copies."""
+    params = parameters(*shapes)
+    for param in params:
+        param.grad_dtype = None
+    return params, {param: param.detach().to(copy_dtype) for param in params}
+
+
+def set_scaled_grads(params, seed, scale, dtype=torch.float16):
+    """Gradients in `dtype`, `scale` times too large."""
+    set_grads(params, seed)
+    for param in params:
+        grad, param.grad = param.grad, None
+        param.grad = (grad * scale).to(dtype)
 
 
 @pytest.fixture(scope="module", params=["as here", "without half instructions"])
@@ -135,6 +157,50 @@ def test_threads_are_torchs_own():
     owners = {span[-1] for span in spans if int(span[0].split("-")[0], 16) <= address < int(span[0].split("-")[1], 16)}
     assert len(owners) == 1
     assert all("torch" in owner for owner in owners)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("values", ["equal", "normal"])
+def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
+    """Those of the pass over gradients and weights, and those that the update leaves for the next step."""
+    weight = nn.Parameter(torch.full((9216, 4096), 0.1) if values == "equal" else torch.randn(9216, 4096))
+    weight.grad_dtype = None
+    weight.grad = torch.ones_like(weight).half() if values == "equal" else torch.randn(9216, 4096).half()
+    optimizer = LARS([weight], lr=100.0, fused=True)  # a tenth of the weights: their norm moves by half a percent
+    optimizer.copies = {weight: weight.detach().half()}
+    for _ in range(2):
+        exact = [torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item() for one in (weight, weight.grad)]
+        optimizer.step()
+        sums = optimizer._fused._tensor_groups[0].engine.sums
+        assert sums.sqrt().flatten().tolist() == pytest.approx(exact, rel=1e-6)
+
+
+def test_channels_last_expanded_and_missing_gradients_and_moved_memory():
+    weights = [nn.Parameter(normals(40, 30, 5, 5, dtype=torch.float32).to(memory_format=torch.channels_last))]
+    weights += parameters((40, 30, 5, 5), (9000,), (9,))
+    plain = copies_of(weights)
+    ours, theirs = LARS(weights, lr=2.0, weight_decay=0.1, fused=True), LARS(plain, lr=2.0, weight_decay=0.1)
+    for step in range(5):
+        set_grads(plain, step)
+        plain[2].grad = torch.full((), 0.5).expand(9000)
+        plain[3].grad = None if step == 2 else plain[3].grad
+        for one, other in zip(weights, plain, strict=True):
+            one.grad = other.grad
+        if step == 3:
+            weights[1].data = weights[1].data.clone()
+        ours.step()
+        theirs.step()
+    close(weights, plain, 1e-6)
+
+
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_fused_is_refused_where_it_cannot_be(rule):
+    with pytest.raises(ValueError, match=r"`fused` \(=True\) excludes `foreach` \(=True\)"):
+        rule(parameters((2,)), lr=0.1, fused=True, foreach=True)
+    with pytest.raises(ValueError, match=rf"`fused` \(=True\) must be the optimizer's \(=None\).* to {rule.__name__}"):
+        rule([{"params": parameters((2,)), "fused": True}], lr=0.1)
+    with pytest.raises(ValueError, match=r"`fused` \(=1\) must be one of"):
+        rule(parameters((2,)), lr=0.1, fused=1)
 
 
 # ---- building --------------------------------------------------------------------------------------------------------

@@ -24,9 +24,8 @@ from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK, Part
 from tests.optim.families import distance_from
-from tests.optim.test_dtensor import TwoEqualHalves
+from tests.optim.makers import on_threads
 from tests.optim.test_lars import normals, set_grads
-from tests.optim.test_parts import on_ranks
 from tests.reference.coefficients import coefficients
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
@@ -349,7 +348,7 @@ def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(device, monkeypatch
     expected, found = run(0, whole, None)
     assert found == [0.0, 1.0, 0.0]
     spans = [(0, BLOCK), (BLOCK, whole)]
-    ranks, _ = on_ranks(2, lambda rank, add_up_: run(*spans[rank], add_up_))
+    ranks = on_threads(2, lambda rank, add_up_: run(*spans[rank], add_up_))
     (first, found_first), (second, found_second) = ranks
     assert found_first == found_second == found
     for index, (one, other, of_all) in enumerate(zip(first, second, expected, strict=True)):
@@ -383,6 +382,19 @@ def test_finalize_makes_the_coefficients(device):
     sums = torch.stack([torch.stack(some) for some in exact]).square()
     expected = coefficients(sums, table, scaling, is_joint=False)
     torch.testing.assert_close(engine._numbers, expected, rtol=1e-6, atol=0)
+
+
+class TwoEqualHalves:
+    """In place of `ShardSums`: the other rank holds the same elements as this one."""
+
+    def add_up_(self, params, table):
+        table.mul_(2)
+
+    def norms(self, params, *norms):
+        return [norm * 2**0.5 for norm in norms]
+
+    def largest(self, value):
+        return value
 
 
 @on_devices

@@ -1,0 +1,65 @@
+"""Clipping of gradients by a norm that is spread over ranks: by stages of a pipeline, or by slices of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def clip_by_norm_over_stages(
+    optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Scale the gradients of this rank down where the norm over all stages is above `clip_val`. In place, collective.
+
+        g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of all gradients, in the order of the parameters
+
+    As `torch.nn.utils.clip_grad_norm_` over the whole network, to the bit: every stage has the norm of each parameter
+    in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient.
+    """
+    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    own = iter(torch._foreach_norm(gradients) if gradients else ())
+    both = torch.zeros(2, len(parameters), dtype=torch.float32, device=device)
+    norms, has = both.unbind()
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            norms[index], has[index] = next(own), 1.0
+    dist.all_reduce(both, group=group)
+    if not gradients:
+        return
+    # Only the parameters that have a gradient anywhere: torch takes no others.
+    _scale_(gradients, torch.linalg.vector_norm(norms[has > 0]), clip_val)
+
+
+def clip_by_norm_over_slices(
+    optimizer: Optimizer, clip_val: float, *, slices: Container[int], group: dist.ProcessGroup
+) -> None:
+    """Scale gradients down where the norm of those of the whole layers is above `clip_val`. In place, collective.
+
+        g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of whole gradients and of the slices of all ranks
+
+    As `torch.nn.utils.clip_grad_norm_` of whole layers, but for the order of additions. Every rank of `group`, which
+    shares the layers, must call it. `slices`: parameters by `id`.
+    """
+    params = [param for each in optimizer.param_groups for param in each["params"] if param.grad is not None]
+    if not params:
+        return
+    gradients = [param.grad for param in params]
+    norms = list(zip(params, torch._foreach_norm(gradients), strict=True))
+    of_slices, of_wholes = (
+        torch.stack([torch.zeros_like(norms[0][1]), *some]).double().square().sum()
+        for some in (
+            [norm for param, norm in norms if id(param) in slices],
+            [norm for param, norm in norms if id(param) not in slices],
+        )
+    )
+    dist.all_reduce(of_slices, group=group)
+    _scale_(gradients, (of_wholes + of_slices).sqrt().float(), clip_val)
+
+
+def _scale_(gradients: list[Tensor], norm: Tensor, clip_val: float) -> None:
+    torch._foreach_mul_(gradients, torch.clamp(clip_val / (norm + 1e-6), max=1.0))

@@ -1,0 +1,40 @@
+"""Clipping of gradients by the module's own hook, in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Call the module's own `configure_gradient_clipping`, `hook`.
+
+    Raises:
+        RuntimeError: it changed gradients by other means than `self.clip_gradients`.
+    """
+    clip, known = module.clip_gradients, _versions(optimizer)
+
+    def clip_by_lightning(*args: Any, **kwargs: Any) -> None:
+        nonlocal known
+        is_known = known == _versions(optimizer)
+        clip(*args, **kwargs)
+        known = _versions(optimizer) if is_known else known
+
+    module.__dict__["clip_gradients"] = clip_by_lightning
+    try:
+        hook(optimizer, *args, **kwargs)
+    finally:
+        del module.__dict__["clip_gradients"]
+    if known != _versions(optimizer):
+        raise RuntimeError(
+            "`configure_gradient_clipping` changed gradients by other means than `self.clip_gradients`: a rank has "
+            "those of its own stages, so their norm is not the network's. Call `self.clip_gradients(optimizer, "
+            "gradient_clip_val=..., gradient_clip_algorithm=...)`, which clips by the norm over all stages."
+        )
+
+
+def _versions(optimizer: Optimizer) -> list[Any]:
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

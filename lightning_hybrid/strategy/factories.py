@@ -1,0 +1,53 @@
+"""Which extensions a fit has, by the options of its strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
+
+
+def made_for(strategy: Any) -> Extensions | None:
+    """Make what a strategy's options ask for, in the order of calls: ours, then the user's; None where that is nothing.
+
+    Raises:
+        ValueError: a constructor refuses the fit, or a factory makes something else.
+    """
+    comm, made = strategy._comm, list[FitExtension | None]()
+    fit = FitContext(
+        module=strategy.lightning_module,
+        precision=strategy.precision_plugin,
+        topology=comm.topology,
+        device=strategy.root_device,
+        timeout=strategy._timeout,
+        ddp_options=strategy._ddp_kwargs,
+        failures=strategy._failures,
+    )
+    between, local_steps = comm._dtype_across_nodes, comm._local_steps
+    # Imported here: a fit without an option needs none of its modules.
+    if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
+        from lightning_hybrid.strategy.node_slices.extension import node_slices_for
+
+        made.append(node_slices_for(fit, comm.asked))
+    if isinstance(between, Codec) and between.error_feedback:
+        from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
+
+        made.append(ErrorFeedbackExtension(fit))
+    if local_steps is not None:
+        from lightning_hybrid.strategy.local_steps.extension import local_steps_for
+
+        made.append(local_steps_for(fit, local_steps))
+    if comm.shard_update != "off":
+        from lightning_hybrid.strategy.shard_update.extension import shard_update_for
+
+        made.append(shard_update_for(fit))
+    for factory in comm.extension_factories:
+        made.append(one := factory(fit))
+        if not isinstance(one, FitExtension):
+            raise ValueError(
+                f"`extensions` (={factory!r}) must be factories that take a `FitContext` and return a `FitExtension`, "
+                f"and this one returned {type(one).__name__}. Derive its class from `FitExtension`."
+            )
+    some = [one for one in made if one is not None]
+    return Extensions(fit, some) if some else None

@@ -1,0 +1,348 @@
+"""How a case of the batteries is run: under Lightning's own `ddp`, and under `hybrid_allreduce`.
+
+A row of `ordinary` is a LightningModule with data, written as users write theirs, that knows nothing of where it runs.
+`Row` is the plainest of them; a row says what it does otherwise, in a line of its table or in a class:
+
+    "Positional": row(adds=values(position=zeros), forward=lambda self, x: self.net(x + self.position)),
+
+It is trained, and `judge.judge` compares what is left. A behaviour of `as_ddp` is a function of a `Run`: it makes
+trainers, does something with them and returns what it has seen, which must be equal once `judge.plain` has made it
+comparable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import os
+import random
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning_utilities.core.rank_zero import WarningCache
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from tests import toy
+from tests.battery import judge
+from tests.rank_pool import RankError, Ranks
+from tests.toy import NUM_CLASSES, NUM_FEATURES
+
+STRATEGIES = ("ddp", "hybrid_allreduce")
+ORDINARY = ("models", "layers", "state", "optimizers", "loops", "loaders", "callbacks")
+AS_DDP = ("fits", "trainers", "endings", "loaders", "modules", "strategies", "checkpoints", "callbacks")
+HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+MIXED = ("16-mixed", "bf16-mixed")
+
+HALF_SHOWS = dict.fromkeys(HALF, "keeps trained parameters in half precision")
+"""What a row is refused with that needs a trained parameter in fp32; the words name a cure."""
+
+FIRST_SCALE = 2.0**8
+"""Of the loss, which then changes as ever. From the usual 65,536 down, the first steps of many rows would be skipped,
+as they are under mixed precision: a curve that is late says nothing of what is looked for here."""
+
+ROUNDINGS = 8
+"""How many roundings of the largest loss may add up, all to one side: four (weight, input, activation, gradient) in
+each of two layers. Most rows need one. Rows with more layers, or whose steps turn on a sign or a tie, say how many they
+need. What is lost in silence (a gradient, a batch, a buffer) costs hundreds in fp16."""
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def leave() -> None:
+    """After an error: others may wait for this rank in a collective, and learn of it by the connection that ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
+    """What `function` returns on each rank; that they hang or die is a result too."""
+    try:
+        return ranks.run(function, *arguments)
+    except RankError as error:
+        return [judge.Result(error=str(error)) for _ in range(ranks.world_size)]
+
+
+# ---- ordinary use ----------------------------------------------------------------------------------------------------
+
+
+def samples() -> toy.Blobs:
+    """32 samples for each rank: as many steps on one as on two."""
+    return toy.Blobs(32 * num_ranks())
+
+
+class Row(pl.LightningModule):
+    """A small classifier of blobs. Rows say what is theirs."""
+
+    epochs, lr = 3, 0.1
+    settings: dict[str, Any] = {}  # of the Trainer, where `ddp` is given them too
+    find_unused = False  # DDP's `find_unused_parameters`
+    ignored_warnings: tuple[str, ...] = ()  # that `ddp` gives as well
+    worlds: tuple[int, ...] = (1, 2)
+    falls_to = 0.7  # the loss under `ddp`, from the mean of its first three to that of its last three
+    roundings = ROUNDINGS
+    refused: dict[str, str] = {}  # precision -> words of the error with which it is refused
+    different: dict[str, str] = {}  # precision -> words of what is, on purpose, not as under `ddp`
+    mixed_fails: dict[str, str] = {}  # precision -> words of what is wrong under Lightning's mixed precision
+    parts: dict[str, Callable[[], Any]] = {
+        "net": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
+    }
+    adds: dict[str, Callable[[], Any]] = {}  # beside `parts`; a plain tensor becomes a buffer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.facts: dict[str, Any] = {}  # what must be as under `ddp` in every precision, to the bit
+        self.build()
+
+    def build(self) -> None:
+        for name, make in (self.parts | self.adds).items():
+            made = make()
+            self.register_buffer(name, made) if type(made) is Tensor else setattr(self, name, made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def note(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.note(self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=8)
+
+    def after_fit(self) -> None:
+        """Look at what is left when the fit has ended."""
+
+
+class Manual(Row):
+    """A loop by hand, with one backward and one step in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.note(self.loss(batch)))
+        optimizer.step()
+
+
+def row(base: type[Row] = Row, **special: Any) -> type[Row]:
+    """A row by what is special about it: attributes, and methods as functions of `self`."""
+    return type("Special", (base,), special)
+
+
+@functools.cache
+def rows() -> dict[str, type[Row]]:
+    """All rows by name, such as `models.Plain`."""
+    found = {}
+    for table in ORDINARY:
+        module = importlib.import_module(f"tests.battery.ordinary.{table}")
+        own = {n: kind for n, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__}
+        classes = {n: kind for n, kind in own.items() if isinstance(kind, type) and issubclass(kind, Row)}
+        of_table = module.ROWS | {name: kind for name, kind in classes.items() if not name.startswith("_")}
+        found |= {f"{table}.{name}": kind for name, kind in of_table.items()}
+    return found
+
+
+def train(name: str, strategy: str, precision: str) -> judge.Result:
+    """Train a row; on every rank. An error is part of the result: the ranks of the pool live on."""
+    kind, result = rows()[name], judge.Result()
+    ignored = (*kind.ignored_warnings, *["find_unused_parameters=True was specified"] * kind.find_unused)
+    with warnings.catch_warnings():
+        for message in ignored:
+            warnings.filterwarnings("ignore", message)
+        try:
+            torch.manual_seed(0)
+            module = kind()
+            result.start = toy.weights(module)
+            result.trained = [n for n, p in module.named_parameters() if p.requires_grad]
+            settings = {"max_epochs": kind.epochs, **precision_settings(precision), **kind.settings}
+            trainer = toy.trainer(strategy=strategy_of(strategy, precision, kind.find_unused), **settings)
+            torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+            trainer.fit(module)
+            module.after_fit()
+            result.losses, result.facts, result.state = module.losses, module.facts, toy.weights(module)
+        except Exception as error:
+            own = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+            place = f"{own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}"
+            result.error = f"{type(error).__name__}: {error} [{place}] {' '.join(getattr(error, '__notes__', []))}"
+            leave()
+    return result
+
+
+def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
+    """Lightning's or ours, with nothing but defaults, and the first loss scale of `FIRST_SCALE`."""
+    if name == "ddp":
+        return DDPStrategy(find_unused_parameters=find_unused)
+    scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
+    return HybridAllReduceStrategy(loss_scale=scale, find_unused_parameters=find_unused)
+
+
+def precision_settings(precision: str) -> dict[str, Any]:
+    """`precision=`, but for fp16 by autocast: on a CPU Lightning would make it bf16."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+# ---- behaviours ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Under what a behaviour is observed."""
+
+    strategy: str
+    precision: str
+    folder: Path
+
+    def trainer(self, **settings: Any) -> pl.Trainer:
+        """As `toy.trainer`; what it writes is under `folder`."""
+        known = {"strategy": self.strategy, "precision": self.precision, "default_root_dir": self.folder}
+        known |= {"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+        return toy.trainer(**{**known, **settings})
+
+    def fit(self, module: Any = None, *loaders: Any, start: dict[str, Any] | None = None, **settings: Any) -> Any:
+        """A trainer that has fitted `module`, and the module; `start`: arguments of `Trainer.fit`."""
+        trainer, module = self.trainer(**settings), module or Plain()
+        trainer.fit(module, *(loaders or (loader(),)), **(start or {}))
+        return trainer, module
+
+    def saved(self, module: Any = None, **settings: Any) -> tuple[Any, Any, Path]:
+        """The same for one epoch, and a checkpoint of it."""
+        trainer, module = self.fit(module, **{"max_epochs": 1, **settings})
+        trainer.save_checkpoint(path := self.folder / "a.ckpt")
+        return trainer, module, path
+
+    def files(self) -> list[str]:
+        """Names of all files under `folder`, once every rank is done."""
+        barrier()
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir())
+
+
+class Plain(pl.LightningModule):
+    """A linear classifier that logs in each of its steps, and keeps what a behaviour puts into `seen`."""
+
+    def __init__(self, lr: float = 0.1, tag: str = "a") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = nn.Linear(NUM_FEATURES, 8)
+            self.head = nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+    def loss(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x).float(), y)
+        self.log(name, loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch, "loss")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch, "val_loss")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch, "test_loss")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+def plain_with(**hooks: Any) -> Plain:
+    """A `Plain` with these methods."""
+    return type("Special", (Plain,), hooks)()
+
+
+def loader(num_batches: int = 4) -> DataLoader:
+    """Of as many batches on every rank."""
+    return toy.loader(num_batches * 4 * num_ranks(), batch_size=4)
+
+
+BEHAVIOURS: dict[str, Callable[[Run], Any]] = {}
+ON_ONE_RANK: set[str] = set()
+"""Where one rank alone fails or goes on, others would wait for it."""
+
+
+def behaviour(function: Any = None, *, name: str = "", on_one_rank: bool = False) -> Any:
+    """Take a function of a `Run` into the battery, by its name."""
+    if function is None:
+        return functools.partial(behaviour, name=name, on_one_rank=on_one_rank)
+    name = name or function.__name__
+    assert name not in BEHAVIOURS, name
+    BEHAVIOURS[name] = function
+    ON_ONE_RANK.update([name] * on_one_rank)
+    return function
+
+
+def behaviours() -> dict[str, Callable[[Run], Any]]:
+    """All of them by name, in the order of the tables."""
+    for table in AS_DDP:
+        importlib.import_module(f"tests.battery.as_ddp.{table}")
+    return BEHAVIOURS
+
+
+def observe(name: str, strategy: str, precision: str, folder: str) -> Any:
+    """What a behaviour shows on this rank, made comparable; an error that it raises is part of it."""
+    run = Run(strategy=strategy, precision=precision, folder=Path(folder) / strategy)
+    os.makedirs(run.folder, exist_ok=True)
+    barrier()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    loud = logging.getLogger("lightning.pytorch").level
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    unheard = mock.patch.object(WarningCache, "__contains__", return_value=False)  # of what Lightning said before
+    with unheard, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            seen = behaviours()[name](run)
+        except Exception as error:
+            seen = f"raises {type(error).__name__}: {error}"
+            leave()
+        finally:
+            logging.getLogger("lightning.pytorch").setLevel(loud)
+    comparable = functools.partial(judge.plain, folder=run.folder, is_exact=precision == "32-true")
+    # Those of torch and Python come once in a process, or when the collector runs.
+    caught = [one for one in caught if issubclass(one.category, UserWarning) and "lightning" in one.filename]
+    known = {comparable(f"{one.category.__name__}: {one.message}") for one in caught}
+    return {"seen": comparable(seen), "warnings": sorted(known)}

@@ -1,0 +1,211 @@
+"""How what ran under `hybrid_allreduce` is judged by what ran under `ddp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNIT = {"16-true": 2.0**-11, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
+"""The relative error of one rounding."""
+
+WAY = 4
+"""How many times as far, as part of their way, weights and buffers may be from those of fp32 as losses are: steps
+cancel each other in part, their roundings do not, and optimizers that divide by a gradient's size make those of small
+ones large."""
+
+OWN_NAMES = re.compile(
+    r"HybridAllReduceStrategy|DDPStrategy|hybrid_allreduce|\bddp\b|DurableCheckpointIO|TorchCheckpointIO"
+    r"|MasterWeightPrecision|HalfPrecision"
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Result:
+    """What training a row left on one rank."""
+
+    error: str = ""
+    losses: list[float] = dataclasses.field(default_factory=list)
+    start: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    trained: list[str] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def judge(kind: Any, precision: str, reference: list[Result], ours: list[Result]) -> tuple[str, list[str]]:
+    """How a row went (bit-equal, close, refused in words, deliberately different, fails), and what is wrong."""
+    refused, different = kind.refused.get(precision), kind.different.get(precision)
+    if refused is not None:
+        is_said = any(refused in result.error for result in ours) and all(result.error for result in ours)
+        said = errors_of(ours) or ["nothing: it trains"]
+        return ("refused in words", []) if is_said else ("fails", [f"must be refused with {refused!r}, not {said}"])
+    bits = bits_that_differ(reference, ours)
+    faults = bits if precision == "32-true" or not bits else what_is_not_close(kind, precision, reference, ours)
+    if different is not None:
+        others = [fault for fault in faults if different not in fault] if faults else [f"nothing has {different!r}"]
+        return ("fails", others) if others else ("deliberately different", [])
+    return ("fails", faults) if faults else ("close" if bits else "bit-equal", [])
+
+
+def fault_of_reference(kind: Any, reference: list[Result]) -> str:
+    """Why nothing can be said with this reference; empty if all is well."""
+    for rank, result in enumerate(reference):
+        if result.error:
+            return f"ddp does not train it: {result.error}"
+        first, last = mean(result.losses[:3]), mean(result.losses[-3:])
+        if not last < kind.falls_to * first:
+            return f"ddp learns nothing on rank {rank}: the loss goes from {first:.4g} to {last:.4g}"
+    is_one = len(reference) > 1 and reference[0].losses == reference[1].losses
+    return "ranks must see different data" if is_one else ""
+
+
+def bits_that_differ(reference: list[Result], ours: list[Result]) -> list[str]:
+    """What is not, to the bit, as under `ddp`."""
+    found = []
+    for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
+        if other.error:
+            return errors_of(ours)
+        if one.losses != other.losses:
+            found.append(f"rank {rank}: losses {shown(other.losses)} for {shown(one.losses)}")
+        names = [n for n in one.state if n not in other.state or not same(one.state[n], other.state[n])]
+        if names or one.state.keys() != other.state.keys():
+            found.append(f"rank {rank}: state of {names or one.state.keys() ^ other.state.keys()}")
+        found += facts_that_differ(rank, one, other)
+    return found
+
+
+def what_is_not_close(kind: Any, precision: str, reference: list[Result], ours: list[Result]) -> list[str]:
+    """What is farther from `ddp` in fp32 than rounding explains, or of another dtype, or differs between ranks."""
+    found, allowed = [], kind.roundings * UNIT[precision]
+    for rank, (one, other) in enumerate(zip(reference, ours, strict=True)):
+        if other.error:
+            return errors_of(ours)
+        bound = allowed * max(map(abs, one.losses))
+        if not (gap := gap_of(one, other)) <= bound:  # also where it is nan
+            found.append(f"rank {rank}: gap {gap:.3g} > {bound:.3g}: {shown(other.losses)} for {shown(one.losses)}")
+        if one.state.keys() != other.state.keys():
+            found.append(f"rank {rank}: state of {one.state.keys() ^ other.state.keys()}")
+            continue
+        dtypes = {n: other.state[n].dtype for n in one.state if one.state[n].dtype is not other.state[n].dtype}
+        if dtypes:
+            found.append(f"rank {rank}: {dtypes}")
+        others = [[n] for n in one.start.keys() & one.state.keys() - set(one.trained) if has_digits(one.state[n])]
+        for names in [[n for n in one.trained if n in one.start and n in one.state], *others]:
+            way, gap = way_between(one.start, one.state, names), way_between(one.state, other.state, names)
+            if not gap <= WAY * allowed * way + 1e-6:
+                found.append(f"rank {rank}: weights {names[:4]}: {gap:.3g} from those of ddp, which went {way:.3g}")
+        found += facts_that_differ(rank, one, other)
+    if not found and len(ours) > 1:
+        names = [n for n in ours[0].trained if parts(ours, n) and not parts(reference, n)]
+        found += [f"ranks differ in {names}"] if names else []
+    return found
+
+
+def errors_of(results: list[Result]) -> list[str]:
+    """Each once; those of ranks that only lost the others come last."""
+    errors = {result.error: "onnection closed" in result.error for result in results if result.error}
+    return sorted(errors, key=lambda error: errors[error])
+
+
+def parts(results: list[Result], name: str) -> bool:
+    """Whether two ranks end with other values of this parameter."""
+    one, other = (result.state.get(name) for result in results)
+    return one is None or other is None or not same(one, other)
+
+
+def gap_of(one: Result, other: Result) -> float:
+    """The largest distance of two loss curves; inf if they have different lengths or one is not finite."""
+    if len(one.losses) != len(other.losses) or not all(map(math.isfinite, other.losses)):
+        return math.inf
+    return max((abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)), default=0.0)
+
+
+def facts_that_differ(rank: int, one: Result, other: Result) -> list[str]:
+    keys = sorted(one.facts.keys() | other.facts.keys())
+    pairs = [(key, other.facts.get(key), one.facts.get(key)) for key in keys]
+    return [f"rank {rank}: {key} is {ours!r}, not {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+
+
+def way_between(start: dict[str, Tensor], end: dict[str, Tensor], names: list[str]) -> float:
+    pairs = [(start[n], end[n]) for n in names if start[n].shape == end[n].shape]
+    return math.sqrt(sum(float((a.cdouble() - b.cdouble()).abs().square().sum()) for a, b in pairs))
+
+
+def has_digits(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def shown(losses: list[float]) -> str:
+    text = [f"{loss:.4g}" for loss in losses]
+    return " ".join(text if len(text) < 9 else [*text[:4], "..", *text[-4:]])
+
+
+# ---- behaviours ------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
+    """Make what was seen comparable between processes and strategies: objects by type, tensors by dtype and value.
+
+    Without `is_exact` numbers that are computed in the precision are left out, and the width of floating dtypes.
+    """
+    again = functools.partial(plain, folder=folder, is_exact=is_exact)
+    if isinstance(value, Tensor):
+        width = str(value.dtype) if is_exact or not value.is_floating_point() else "floating"
+        content = value.tolist() if is_exact or not value.is_floating_point() else None
+        return "tensor", width, str(value.device), tuple(value.shape), value.requires_grad, content
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, float):
+        return ("float", repr(value) if is_exact else None)
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, str | Path):
+        text = re.sub(r"<[\w.]*?(\w+) object at 0x\w+>", r"<\1>", str(value))
+        text = OWN_NAMES.sub("<own>", text.replace(str(folder), "<folder>"))
+        return text if is_exact else re.sub(r"torch\.(float|b?float16|float32)\b", "floating", text)
+    if isinstance(value, torch.dtype):
+        return str(value) if is_exact or not value.is_floating_point else "floating"
+    if isinstance(value, Mapping):
+        return type(value).__name__, [(again(key), again(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        each = sorted(map(again, value), key=repr) if isinstance(value, set | frozenset) else map(again, value)
+        return type(value).__name__, list(each)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return again(value.__qualname__)
+    return again(f"<{type(value).__name__}>")
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Where two observations differ, in words."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        parts = [(name, one[name], other[name]) for name in one]
+    elif type(one) is type(other) and isinstance(one, list | tuple) and len(one) == len(other):
+        parts = [(_name_of(a, number), a, b) for number, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return [] if one == other else [f"{place}: ddp {_shortened(one)}, ours {_shortened(other)}"]
+    return [found for name, a, b in parts for found in differences(a, b, f"{place}.{name}")]
+
+
+def _name_of(item: Any, number: int) -> Any:
+    return item[0] if isinstance(item, tuple) and item and isinstance(item[0], str) else number
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,1 +1,0 @@
-"""Cost of a checkpoint to a step: `python -m tests.evidence.checkpoint_cost`."""

@@ -1,1 +1,0 @@
-"""Cost of `LARS(direction="orthogonal")`, alone and shared: `python -m tests.evidence.orthogonal_cost`."""

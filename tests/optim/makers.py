@@ -1,0 +1,230 @@
+"""Two optimizers next to each other: one of whole tensors, and one of what a maker makes of the same tensors.
+
+A maker says by which path a step goes (loop, lists, fused passes of C++), and where elements are: whole, in parts that
+ranks share, or in shards of DTensors. `tests/optim/test_contract.py` holds all of them to one contract.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hybrid.optim import LARS
+from lightning_hybrid.placement import BLOCK, Part, is_split, spans
+from tests.optim.test_lars import parameters, set_grads
+
+LOOP, LISTS, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
+PATHS = {"loop": LOOP, "lists": LISTS, "fused": FUSED}
+# Tiles of 128 and a rest; no dimension; nothing; blocks that two and three ranks share, one of them a matrix, and one
+# whose last block is short.
+SHAPES = [(33, 17), (), (0, 3), (3 * BLOCK + 300,), (3, BLOCK + 17), (5,)]
+LR = {"LARS": 4.0, "LAMB": 0.1}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every tensor as it is."""
+
+    def cut(self, tensor):
+        return tensor
+
+    def lend(self, optimizer, params, wholes):
+        pass
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Spans of large tensors, as ranks share an update; `add_up_` adds a table over them."""
+
+    rank: int
+    num_ranks: int
+    add_up_: object = dist.all_reduce
+
+    def span(self, numel):
+        return slice(*spans(numel, self.num_ranks)[self.rank]) if is_split(numel, self.num_ranks) else None
+
+    def cut(self, tensor):
+        span = self.span(tensor.numel())
+        return tensor if span is None else tensor.flatten()[span].clone()
+
+    def lend(self, optimizer, params, wholes):
+        places = [(param, whole.numel(), self.span(whole.numel())) for param, whole in zip(params, wholes, strict=True)]
+        optimizer.parts = {p: Part(numel=numel, begin=span.start, end=span.stop) for p, numel, span in places if span}
+        optimizer.add_up_ = self.add_up_
+
+
+@dataclass(frozen=True)
+class Shards:
+    """DTensors on a mesh; the placements of a dimension that a tensor does not have are left out."""
+
+    mesh: object
+    placements: tuple = (Shard(0),)
+
+    def cut(self, tensor):
+        num = tensor.dim()
+        placements = [Replicate() if isinstance(one, Shard) and one.dim >= num else one for one in self.placements]
+        return distribute_tensor(tensor, self.mesh, placements)
+
+    def lend(self, optimizer, params, wholes):
+        pass
+
+
+def mesh_of(*shape, names=None):
+    """A mesh, without what torch remembers of one in an earlier world of the pool.
+
+    torch 2.11 holds meshes of equal shape for equal, and gives out one whose process groups have ended.
+    """
+    _clear_sharding_prop_cache()
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def place_of(kind):
+    """Where this rank has its elements."""
+    if kind == "shards":
+        return Shards(mesh_of(dist.get_world_size()))
+    return Parts(dist.get_rank(), dist.get_world_size()) if kind == "parts" else Whole()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def groups_of(params):
+    """The second half is excluded."""
+    return [{"params": params[::2]}, {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0}]
+
+
+def distance(params, others):
+    """The largest relative distance of a tensor of `params` from that of `others`; shards are made whole."""
+    largest = 0.0
+    for param, other in zip(params, others, strict=True):
+        whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one.detach() for one in (param, other)]
+        one, other = (tensor.double() for tensor in whole)
+        if one.numel() and not torch.equal(one, other):
+            largest = max(largest, ((one - other).norm() / other.norm()).item())
+    return largest
+
+
+class Beside:
+    """An optimizer of whole tensors by the path of `whole_path`, and one of `place.cut` of them by `path`.
+
+    `half`: the latter's are masters with copies in this dtype, which also is that of its scaled gradients; so are those
+    of whole tensors on the same path, while the loop gets them unscaled.
+    """
+
+    def __init__(
+        self, place, path, rule=LARS, *, shapes=SHAPES, whole_path=LOOP, half=None, dtype=torch.float32, **more
+    ):
+        self.place, self.half, self.scale = place, half, 64.0 if half else 1.0
+        self.wholes = parameters(*shapes, dtype=dtype)
+        self.own = [nn.Parameter(place.cut(one.detach().clone())) for one in self.wholes]
+        options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
+        self.reference = rule(groups_of(self.wholes), **options, **whole_path)
+        self.optimizer = rule(groups_of(self.own), **options, **path)
+        place.lend(self.optimizer, self.own, self.wholes)
+        self.scaled = [(self.optimizer, self.own)] if half else []
+        self.scaled += [(self.reference, self.wholes)] if half and whole_path == path else []
+        for optimizer, params in self.scaled:
+            optimizer.copies = {param: param.detach().to(half) for param in params}
+            for param in params:
+                param.grad_dtype = None
+
+    def give_grads(self, seed, spoilt=None):
+        """`spoilt`: (tensor, element) of the gradient that is inf, in the rank's own alone."""
+        set_grads(self.wholes, seed)
+        for index, (whole, own) in enumerate(zip(self.wholes, self.own, strict=True)):
+            grad, whole.grad = (self.scale * whole.grad).to(self.half or whole.dtype), None
+            whole.grad = grad if len(self.scaled) == 2 else grad.to(whole.dtype) / self.scale
+            if spoilt is not None and spoilt[0] == index:
+                grad = grad.clone()
+                grad.view(-1)[spoilt[1]] = torch.inf
+            own.grad = None
+            own.grad = self.place.cut(grad)
+        for optimizer, _ in self.scaled:
+            optimizer.grad_scale = torch.tensor(self.scale)
+
+    def step(self, seed, spoilt=None):
+        self.give_grads(seed, spoilt)
+        self.optimizer.step()
+        if spoilt is None:
+            self.reference.step()
+        return None if self.optimizer.last_found_inf is None else self.optimizer.last_found_inf.item()
+
+    def steps(self, num, first=1):
+        """Each rate is half of the one before."""
+        for seed in range(first, first + num):
+            self.step(seed)
+            for group in (*self.optimizer.param_groups, *self.reference.param_groups):
+                group["lr"] *= 0.5
+        return self
+
+    def bits(self):
+        """All that a step writes, with -0.0 told from 0.0."""
+        tensors = [*self.own, *self.optimizer.copies.values()]
+        tensors += [one for param in self.own for one in self.optimizer.state[param].values()]
+        return [local(one.detach()).clone().view(-1).view(torch.uint8) for one in tensors if local(one).numel()]
+
+    def distance(self):
+        """Of this rank's elements from those of whole tensors, state included; copies must be rounded weights."""
+        for param, copy in self.optimizer.copies.items():
+            assert torch.equal(local(copy), local(param.detach()).to(copy.dtype))
+        found = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
+        for own, whole in zip(self.own, self.wholes, strict=True):
+            state, expected = self.optimizer.state[own], self.reference.state[whole]
+            assert state.keys() == expected.keys()
+            for key, tensor in expected.items():
+                found.append(distance([state[key]], [tensor if key == "step" else self.place.cut(tensor)]))
+        return max(found)
+
+
+def on_threads(num_ranks, work):
+    """What `work(rank, add_up_)` returns on each of as many threads, of which one runs at a time."""
+    turn, barrier, tables = threading.Lock(), threading.Barrier(num_ranks, timeout=120), [None] * num_ranks
+
+    def wait():
+        turn.release()
+        try:
+            barrier.wait()
+        finally:
+            turn.acquire()
+
+    def guarded(rank):
+        def add_up_(table):
+            assert table.dtype == torch.float64
+            tables[rank] = table.clone()
+            wait()
+            table.copy_(sum(tables[1:], tables[0]))
+            wait()
+
+        torch.set_num_threads(1)  # of this thread: else each has a pool of its own, and they wait for each other
+        with turn:
+            try:
+                return work(rank, add_up_)
+            except BaseException:
+                barrier.abort()
+                raise
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(guarded, range(num_ranks)))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what gives the host a number of a tensor, for which a device would have to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

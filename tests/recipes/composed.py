@@ -1,0 +1,17 @@
+"""Configurations as the programs compose them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from recipes.cli import launch
+from tests.checkout import ROOT
+
+
+def composed(name: str, *overrides: str, **options: Any) -> Any:
+    """What `recipes/<name>.py` is given with these overrides."""
+    launch.register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, overrides=list(overrides), **options)

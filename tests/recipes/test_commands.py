@@ -1,0 +1,224 @@
+"""Commands as a user starts them: what they print, what they write, and the code that they exit with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from lightning_hybrid.comm.plan import Algorithm, CommPlan
+from recipes.benchmarks.updates import ARMS
+from recipes.datasets import packing
+from tests.checkout import ROOT
+from tests.data.images.pictures import write_root
+from tests.programs import run_program
+
+
+def content_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def packed(folder: Path, said: str) -> None:
+    assert packing.PLAN_NAME in {path.name for path in (folder / "out" / "train").iterdir()}
+
+
+def benched(folder: Path, said: str) -> None:
+    head, *rows = map(json.loads, (folder / "run/rows.jsonl").read_text().splitlines())
+    sums = {(r["arm"], r["case"], r["num_bytes"]) for r in rows if r["section"] == "allreduce"}
+    arms = ("torch", "auto", *get_args(Algorithm))
+    assert sums == {(a, d, n) for a in arms for d in ("float32", "float16") for n in (1024, 4096)}
+    steps = {r["arm"]: r["num_bytes"] for r in rows if r["section"] == "step"}
+    assert list(steps) == ["ddp", "fp16_compress", "auto"]
+    assert steps["ddp"] == 2 * steps["auto"] == 2 * steps["fp16_compress"]
+    overlap = [r for r in rows if r["section"] == "overlap"]
+    assert [r["arm"].partition(", backward")[0] for r in overlap] == ["auto", "auto, silent"] * 2
+    assert [r["backward_s"] for r in overlap[:2]] == [0.0, 0.0]
+    assert all(min(r["times_s"]) >= r["backward_s"] for r in overlap)
+    assert all(len(r["times_s"]) == 2 and min(r["times_s"]) > 0 for r in rows)
+    assert head["environment"]["torch"] == torch.__version__
+    with open(folder / "run/table.csv") as file:
+        assert len(list(csv.reader(file))) == 1 + len(rows)
+
+
+def updated(folder: Path, said: str) -> None:
+    rows = content_of(folder / "run/bench.json")["rows"]
+    assert [row["arm"] for row in rows] == [*ARMS]
+    assert all(len(row["times_s"]) == 2 for row in rows)
+    assert all(arm in (folder / "run/table.md").read_text() for arm in ARMS)
+
+
+def fed(folder: Path, said: str) -> None:
+    content = content_of(folder / "run/bench.json")
+    arms = {row["arm"]: row for row in content["speeds"]}
+    assert {"Pillow + DataLoader", "ours, folder, pillow", "ours, shards, pillow", "ours, noise"} <= set(arms)
+    assert all(len(row["images_per_s"]) == 1 and row["images_per_s"][0] > 0 for row in arms.values())
+    small, large = arms["ours, shards, 256 px, pillow"], arms["ours, shards, pillow"]
+    assert small["bytes_per_image"] < 0.7 * large["bytes_per_image"]
+    assert [row["load"] for row in content["waits"]] == [0.5, 0.5]
+    assert "scratch" not in content["config"]["bench"]
+    # two heads and the rows, less the very first line
+    assert (folder / "run/table.md").read_text().count("\n| ") == 2 * 1 + len(arms) + 2 - 1
+
+
+def measured(folder: Path, said: str) -> None:
+    content = content_of(folder / "run/summary.json")
+    assert content["world"]["ranks_per_node"] == 2
+    assert content["calibration"]["links"]["inside"]["bytes_per_s"] > 0
+    assert (folder / "run/cluster/measured.yaml").exists()
+    assert CommPlan.from_json((folder / "run/plan.json").read_text())
+
+
+def planned(folder: Path, said: str) -> None:
+    content = content_of(folder / "run/simulate.json")
+    numbers = content["numbers"]
+    assert numbers["num_ranks"] == 16
+    assert numbers["step_s"] == pytest.approx(statistics.fmean(content["steps_s"]))
+    assert len(content["steps_s"]) == 7
+    hours = 2 * 1281167 / (16 * 64) * numbers["step_s"] / 3600
+    assert [numbers[key] for key in ("run_hours", "run_price", "run_kwh")] == pytest.approx(
+        [hours, hours * 2 * 30, hours * 2 * 3]
+    )
+    assert [point["num_ranks"] for point in content["scaling"]] == [1, 16]
+    assert len(content["plans"]) == 4
+    events = content_of(folder / "run/trace/rank-0.json")["traceEvents"]
+    assert {"backward", "buckets"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert content["memory"]["needs"][0]["settings"] == []
+    assert content["pipelines"][0]["step_s"] > numbers["step_alone_s"]
+    assert f"2 epochs of 1,281,167 images (ImageNet) take {hours * 60:.3g} min and " in said
+    assert "| step_s_quantile_0.9 |" in (folder / "run/table.md").read_text()
+
+
+def searched(folder: Path, said: str) -> None:
+    """Four rates in one worker, of which the lowest is best; then once more: nothing is run again."""
+    path = folder / "run/trials.jsonl"
+    outcomes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(outcomes) == 4
+    assert {outcome["status"] for outcome in outcomes[1:]} <= {"diverged", "stopped"}
+    assert (folder / "run/table.md").read_text().splitlines()[2].startswith("| 1 ")
+    before = path.read_bytes()
+    again = run(SEARCH + " num_workers=0", folder)
+    assert again.returncode == 0, again.stderr
+    assert path.read_bytes() == before
+    assert again.stdout.strip().splitlines()[-1] == "best: optim.lr=0.01"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A program and its overrides (TMP: the test's folder, IMAGES: an image set), and what is to be seen.
+
+    `says`: in standard output; in standard error, with no traceback, where the code is not zero. `files`: pictures and
+    others of more than 5,000 bytes. `look`: at its folder and at what it printed.
+    """
+
+    words: str
+    code: int = 0
+    says: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    look: Callable[[Path, str], None] = lambda folder, said: None
+    is_default: bool = False
+
+
+TRIAL = [
+    *("recipe=claim_digits", "global_batch_size=600", "batch_size_per_rank=null", "callbacks=none"),
+    *("trainer.max_epochs=2", "optim=sgd", "precision=32-true"),
+]
+SEARCH = (
+    f"recipes/search.py trial=[{','.join(map(repr, TRIAL))}] axes.optim.lr.low=1e-2 axes.optim.lr.high=1e37 "
+    "axes.optim.lr.num=4 backend.num_rounds=1"
+)
+QUIET = "trainer.devices=1 trainer.max_epochs=1 logger=csv trainer.enable_progress_bar=false"
+COMMANDS = {
+    "pack": Command(
+        words="recipes/pack.py root=IMAGES out=TMP/out short_side=32",
+        says=("train: 23 images, 1 shard, ",),
+        look=packed,
+    ),
+    "pack to nowhere": Command(words="recipes/pack.py root=IMAGES", code=2, says=("`out` (=???) must have a value",)),
+    "bench": Command(
+        words="recipes/bench.py allreduce.max_bytes=4096 allreduce.num_rounds=2 allreduce.min_sample_s=0.01 "
+        "steps.gradients=[linear_8mib] steps.num_rounds=1 steps.num_steps=2 steps.num_warmup_steps=2 "
+        "steps.overlap=auto",
+        says=("written to TMP/run",),
+        files=("bench.png",),
+        look=benched,
+    ),
+    "updates": Command(
+        words="-m recipes.benchmarks.optimizer device=cpu training=null updates.gradients=[linear_8mib] "
+        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1",
+        look=updated,
+    ),
+    "input": Command(
+        words="-m recipes.benchmarks.input bench.num_photos=40 bench.batch_size=4 bench.num_batches=2 "
+        "bench.num_rounds=1 bench.image_size=32 bench.num_threads=1 bench.loads=[0.5] bench.num_steps=2",
+        look=fed,
+    ),
+    "tune": Command(
+        words="recipes/tune.py world.devices=2 measure.limit_s=4 measure.max_bytes=262144 model=alexnet_bn "
+        "image_shape=[1,16,16]",
+        says=("links between nodes were not measured", "--config-dir=TMP/run cluster=measured"),
+        look=measured,
+    ),
+    "tune of one rank": Command(
+        words="recipes/tune.py world.devices=1",
+        code=2,
+        says=("error: `world.devices` (=1) must make two ranks or more",),
+    ),
+    "simulate": Command(
+        words="recipes/simulate.py num_nodes=2 num_steps=7 jitter.relative_std=0.02 scaling_ranks=[1,16] epochs=2 "
+        "cluster.price_per_node_hour=30 cluster.watts_per_node=3000 search.algorithms=[flat,two_level] "
+        "search.bucket_bytes=[4194304,67108864]",
+        says=("16 GPUs (2 x 8), 1,024 images a step: a step takes ", "written to TMP/run"),
+        files=("simulate.png", "pipeline.png"),
+        look=planned,
+        is_default=True,
+    ),
+    "search": Command(
+        words=SEARCH,
+        says=("best: optim.lr=0.01\n", "lies at an end of its range: widen axes.optim.lr.low"),
+        files=("search.png",),
+        look=searched,
+    ),
+    "train on noise": Command(
+        words="recipes/train.py data=synthetic data.image_size=16 data.num_train_images=64 data.num_val_images=16 "
+        f"data.num_stored_images=8 model.in_channels=3 global_batch_size=16 {QUIET}",
+        files=("run.png",),
+    ),
+    "train with a mistake": Command(
+        words="recipes/train.py logger=none global_batch_size=127",
+        code=2,
+        says=("error: `global_batch_size` (=127) must be a multiple of", "global_batch_size=126 or 128.\n"),
+        is_default=True,
+    ),
+}
+
+
+def run(words: str, folder: Path) -> Any:
+    left = ("HYDRA_FULL_ERROR", "LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in left}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    given = words.replace("TMP", str(folder)).replace("IMAGES", str(folder / "images")).split()
+    return run_program(*given, f"hydra.run.dir={folder}/run", cwd=ROOT, env=environment, timeout_s=240)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, id=name, marks=() if c.is_default else pytest.mark.long) for name, c in COMMANDS.items()],
+)
+def test_a_command_does_what_is_said_of_it(command, tmp_path):
+    if "IMAGES" in command.words:
+        write_root(tmp_path / "images", num_train=23, num_val=4)
+    done = run(command.words, tmp_path)
+    assert done.returncode == command.code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stderr if command.code else done.stdout
+    assert [words for words in command.says if words.replace("TMP", str(tmp_path)) not in said] == []
+    assert [name for name in command.files if (tmp_path / "run" / name).stat().st_size < 5_000] == []
+    command.look(tmp_path, said)

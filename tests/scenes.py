@@ -1,0 +1,249 @@
+"""One fit, and what was seen of it: what a user writes goes in, a frozen `Seen` of each rank comes out.
+
+    def test_the_scale_changes_no_bit(two_ranks):
+        one, other = (fit(two_ranks, precision="16-true", loss_scale=scale)[0] for scale in (1, 1024))
+        assert same(one.weights, other.weights)
+
+* Without `ranks`, a world of the pool, it runs in this process: then there is one `Seen`, else a list of them by rank.
+* Keywords that `Trainer` knows go to it, all others to the strategy's class (`kind`).
+* `at(hook=look)` is a callback that does `look(trainer, module, ...)` and keeps what it returns in `Seen.looks`.
+* All crosses to the ranks by pickle: what is given stands at the top of a file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.comm import CommSummary
+from tests import toy
+from tests.rank_pool import Ranks
+from tests.toy import Toy
+
+OF_TRAINER = set(inspect.signature(pl.Trainer.__init__).parameters)
+
+
+class Columns:
+    """What a logger was given."""
+
+    rows: list[tuple[int, dict[str, float]]]
+
+    def column(self, name: str) -> dict[int, float]:
+        """Logged values of a name, by step."""
+        return {step: row[name] for step, row in self.rows if name in row}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(Columns):
+    """What a fit left, and what was seen of it, on one rank."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]  # of a `Toy`
+    states: list[dict[int, dict[str, Any]]]  # of each optimizer, by number of the parameter
+    global_step: int
+    num_skipped: int
+    loss_scale: float | None
+    sent: CommSummary | None  # by this rank, in all
+    error: str  # "Type: message", notes as further lines; empty where there was none
+    warnings: list[str]
+    rows: list[tuple[int, dict[str, float]]]  # what was logged, with the number of steps made by then
+    metrics: dict[str, float]  # the last of each
+    looks: dict[str, list[Any]]  # of each `at`, by hook
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What all ranks hold alike: weights without running statistics, of which each rank has its own."""
+        return {name: one for name, one in self.weights.items() if "running" not in name and "num_batches" not in name}
+
+
+def fit(
+    ranks: Ranks | None = None,
+    module: Any = Toy,
+    *,
+    timeout_s: float = 60.0,
+    raises: bool = False,
+    warns: bool = False,
+    **scene: Any,
+) -> Any:
+    """What was seen of a fit of two epochs of `toy.loader()`.
+
+    Args:
+        ranks: World of the pool; None: this process.
+        module: LightningModule, or a function that makes one.
+        timeout_s: Limit on ranks.
+        raises: An error of the fit is seen, where it would fail the test.
+        warns: So is a warning.
+        **scene: `train`, `val`: loaders, or functions that make them; `ckpt_path`: checkpoint to go on from; `save_to`:
+            where to save one in the end; `call`: another entry point of `Trainer`; `kind`: the strategy's class. All
+            others are options of `Trainer`, or of the strategy.
+    """
+    scene = {"module": module, "raises": raises, "warns": warns, **scene}
+    return play(scene) if ranks is None else ranks.run(play, scene, timeout_s=timeout_s)
+
+
+def play(scene: dict[str, Any]) -> Seen:
+    """The fit of a scene, on this rank."""
+    defaults = {"train": toy.loader, "val": None, "callbacks": [], "kind": HybridAllReduceStrategy, "save_to": None}
+    scene = {**defaults, "logger": Keeps(), **scene}
+    module, train, val = (made(scene.pop(name)) for name in ("module", "train", "val"))
+    raises, warns, save_to, kind = (scene.pop(name) for name in ("raises", "warns", "save_to", "kind"))
+    call, ckpt_path = scene.pop("call", "fit"), scene.pop("ckpt_path", None)
+    settings = {name: scene.pop(name) for name in list(scene) if name in OF_TRAINER}
+    if "strategy" not in settings:
+        settings["strategy"] = kind(**scene)
+    elif scene:
+        raise TypeError(f"`strategy` (={settings['strategy']!r}) takes no options here: {sorted(scene)}")
+    callbacks = settings["callbacks"] if isinstance(settings["callbacks"], list) else [settings["callbacks"]]
+    callbacks = [_at(each.looks) if isinstance(each, Looks) else made(each) for each in callbacks]  # a fresh one
+    last, error = _Last(), ""
+    with warnings.catch_warnings(record=warns) as caught:
+        if warns:
+            warnings.simplefilter("always")
+        trainer = toy.trainer(**{**settings, "callbacks": [*callbacks, last]})
+        try:
+            loaders = [train, val] if call == "fit" else [train]
+            quiet = {"verbose": False} if call in ("validate", "test") else {}
+            getattr(trainer, call)(module, *loaders, ckpt_path=ckpt_path, **quiet)
+        except Exception as raised:
+            if not raises:
+                raise
+            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
+        if save_to is not None:
+            trainer.save_checkpoint(save_to)
+    scale = getattr(trainer.precision_plugin, "loss_scale", None)
+    return Seen(
+        weights=toy.weights(module),
+        losses=list(getattr(module, "losses", [])),
+        states=last.states,
+        global_step=trainer.global_step,
+        num_skipped=getattr(trainer.precision_plugin, "num_skipped_steps", 0),
+        loss_scale=None if scale is None else scale.value,
+        sent=last.sent,
+        error=error,
+        warnings=[str(one.message) for one in caught or []],
+        rows=getattr(settings["logger"], "rows", []),
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        looks={hook: kept for each in callbacks if isinstance(each, Looks) for hook, kept in each.kept.items()},
+    )
+
+
+def made(one: Any) -> Any:
+    """What a function makes; anything else as it is, modules too."""
+    return one() if callable(one) and not isinstance(one, nn.Module) else one
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of tensors hold the same bits."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Looks(pl.Callback):
+    """Keeps, by hook, what functions returned there; None is not kept."""
+
+    def __init__(self, looks: dict[str, Callable[..., Any]]) -> None:
+        self.looks, self.kept = looks, {hook: [] for hook in looks}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _at, (self.looks,)
+
+
+def _at(looks: dict[str, Callable[..., Any]]) -> Looks:
+    def hook(name: str) -> Callable[..., None]:
+        def called(self: Looks, *args: Any, **kwargs: Any) -> None:
+            if (found := self.looks[name](*args, **kwargs)) is not None:
+                self.kept[name].append(found)
+
+        return called
+
+    return type("At", (Looks,), {name: hook(name) for name in looks})(looks)  # a method: Lightning asks the class
+
+
+def at(**looks: Callable[..., Any]) -> Looks:
+    """A callback whose hooks are these functions, with the hook's arguments: to look, or to do as a user's would."""
+    return _at(looks)
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after so many steps, or at the end of an epoch."""
+
+    def __init__(self, path: Any, *, step: int | None = None, epoch: int | None = None) -> None:
+        self.path, self.step, self.epoch = str(path), step, epoch
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class Keeps(Columns, Logger):
+    """A logger that keeps what it is given."""
+
+    name = version = "keeps"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(((step or 0) + 1, metrics))
+
+
+class _Last(pl.Callback):
+    """What teardown forgets."""
+
+    sent: CommSummary | None = None
+
+    def __init__(self) -> None:
+        self.states: list[dict[int, dict[str, Any]]] = []
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trace = getattr(trainer.strategy, "comm_trace", None)
+        self.sent = None if trace is None else trace.total()
+
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        self.states = [each.state_dict()["state"] for each in trainer.optimizers]
+
+
+class Spoiled(Toy):
+    """Its loss is multiplied on one rank, or on all (None), in some batches of an epoch, or steps of the fit."""
+
+    def __init__(self, batches=(), steps=(), factor=float("inf"), rank=1, **options):
+        super().__init__(**options)
+        self.batches, self.steps, self.factor, self.rank = batches, steps, factor, rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_now = batch_idx in self.batches or self.trainer.global_step in self.steps
+        return loss * self.factor if is_now and self.rank in (None, this_rank()) else loss
+
+
+def this_rank() -> int:
+    """This rank; 0 where there is no group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gradients(trainer: pl.Trainer, module: nn.Module, *args: Any) -> dict[str, Tensor]:
+    """The gradients of the moment, by name."""
+    return {name: one.grad.detach().clone() for name, one in module.named_parameters() if one.grad is not None}
