@@ -14,40 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-TRAIN_LOSS = "train/loss"
-TRAIN_LR = "train/lr"
-TRAIN_MOMENTUM = "train/momentum"
-TRAIN_LOSS_SCALE = "train/loss_scale"
-TRAIN_SKIPPED_STEPS = "train/skipped_steps"
-TRUST_RATIO_MIN = "train/trust_ratio_min"
-TRUST_RATIO_MEDIAN = "train/trust_ratio_median"
-TRUST_RATIO_MAX = "train/trust_ratio_max"
-DATA_WAIT_S = "data/wait_s"
-COMM_BYTES = "comm/bytes"
-COMM_LINK_BYTES = "comm/link_bytes"
-COMM_LEAST_LINK_BYTES = "comm/least_link_bytes"
-COMM_NODE_BYTES = "comm/node_bytes"
-COMM_QUANTISATION_NMSE = "comm/quantisation_nmse"
-COMM_BUSY_S = "comm/busy_s"
-COMM_EXPOSED_S = "comm/exposed_s"
-COMM_EXPOSED_SHARE = "comm/exposed_share"
-COMM_ACHIEVED_BYTES_PER_S = "comm/achieved_bytes_per_s"
-COMM_ACHIEVED_SHARE = "comm/achieved_share"
-IMAGES_PER_S = "throughput/images_per_s"
-FLOPS_PER_S = "throughput/flops_per_s"
-MFU = "throughput/mfu"
-PEAK_MEMORY_BYTES = "memory/peak_bytes"
-VAL_LOSS = "val/loss"
-VAL_ACC = "val/acc"
-VAL_ACC_TOP5 = "val/acc_top5"
-TEST_ACC = "test/acc"
-TEST_ACC_TOP5 = "test/acc_top5"
-ELAPSED_S = "time/elapsed_s"
-RECALIBRATION_S = "time/recalibration_s"
-TIME_TO_ACCURACY_TRAIN_S = "time_to_accuracy/train_s"
-TIME_TO_ACCURACY_TOTAL_S = "time_to_accuracy/total_s"
-TIME_TO_ACCURACY_STEP = "time_to_accuracy/step"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -61,112 +27,114 @@ class Metric:
     best: Literal["max", "min"] | None = None  # of a run's values; None where neither is
 
 
-_timed = partial(Metric, from_clock=True)
+METRICS: dict[str, Metric] = {}
 
-_TABLE = (
-    Metric(name=TRAIN_LOSS, unit="1", meaning="Mean over ranks of the loss of the batch just trained on.", best="min"),
-    Metric(name=TRAIN_LR, unit="1", meaning="Learning rate of the step just made, of the first parameter group."),
-    Metric(name=TRAIN_MOMENTUM, unit="1", meaning="Momentum (Adam, LAMB: beta1) of that step, of the first group."),
-    Metric(name=TRAIN_LOSS_SCALE, unit="1", meaning="Factor on the loss for the next step; none without fp16."),
-    Metric(name=TRAIN_SKIPPED_STEPS, unit="1", meaning="Steps skipped so far because a gradient was not finite."),
-    Metric(name=TRUST_RATIO_MIN, unit="1", meaning="Least trust ratio of a layer, for the gradients just used."),
-    Metric(name=TRUST_RATIO_MEDIAN, unit="1", meaning="Median over layers of the trust ratio; of two, the smaller."),
-    Metric(name=TRUST_RATIO_MAX, unit="1", meaning="Largest trust ratio of a layer."),
-    _timed(name=DATA_WAIT_S, unit="s", meaning="Time per step in which rank zero waited for its loader."),
-    Metric(name=COMM_BYTES, unit="B", meaning="Gradients per step that rank zero gave to the sum, as on the wire."),
-    Metric(
-        name=COMM_LINK_BYTES,
-        unit="B",
-        meaning="Bytes that the busiest node sends to others per step, by the formula of each bucket's algorithm.",
-    ),
-    Metric(
-        name=COMM_LEAST_LINK_BYTES,
-        unit="B",
-        meaning="Bytes that each of N nodes must send to others per step by any algorithm: 2 (N - 1) / N of the sums.",
-    ),
-    Metric(
-        name=COMM_NODE_BYTES,
-        unit="B",
-        meaning="Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
-    ),
-    Metric(
-        name=COMM_QUANTISATION_NMSE,
-        unit="1",
-        meaning="Mean squared error of what rank zero rounded to 8 or 4 bits for other nodes, by its mean square.",
-    ),
-    _timed(
-        name=COMM_BUSY_S,
-        unit="s",
-        meaning="Time per step with at least one bucket of rank zero in flight, hidden by backward or not.",
-    ),
-    _timed(
-        name=COMM_EXPOSED_S,
-        unit="s",
-        meaning="Time per step in which rank zero had nothing to do but wait for gradients of other ranks.",
-    ),
-    _timed(name=COMM_EXPOSED_SHARE, unit="1", meaning="Exposed communication as a part of the time of a step, 0 to 1."),
-    _timed(
-        name=COMM_ACHIEVED_BYTES_PER_S,
-        unit="B/s",
-        meaning="Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
-    ),
-    _timed(
-        name=COMM_ACHIEVED_SHARE,
-        unit="1",
-        meaning="The achieved rate as a part of the link's, which the strategy was given as `report.link_bytes_per_s`.",
-    ),
-    _timed(
-        name=IMAGES_PER_S,
-        unit="1/s",
-        meaning="Training images per second over all ranks, since the last value; validation is not counted.",
-    ),
-    _timed(
-        name=FLOPS_PER_S,
-        unit="1/s",
-        meaning="Floating-point operations per second over all ranks: images per second by the model's per image.",
-    ),
-    _timed(
-        name=MFU,
-        unit="1",
-        meaning="Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
-    ),
-    _timed(
-        name=PEAK_MEMORY_BYTES,
-        unit="B",
-        meaning="Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process.",
-    ),
-    Metric(name=VAL_LOSS, unit="1", meaning="Mean loss over the validation set.", best="min"),
-    Metric(name=VAL_ACC, unit="1", meaning="Part of the validation set whose most likely class is right.", best="max"),
-    Metric(
-        name=VAL_ACC_TOP5,
-        unit="1",
-        meaning="Part of the validation set whose class is among the five most likely; not with five classes or fewer.",
-        best="max",
-    ),
-    Metric(name=TEST_ACC, unit="1", meaning="Part of the test set whose most likely class is right.", best="max"),
-    Metric(
-        name=TEST_ACC_TOP5,
-        unit="1",
-        meaning="Part of the test set whose class is among the five most likely; not with five classes or fewer.",
-        best="max",
-    ),
-    _timed(
-        name=ELAPSED_S,
-        unit="s",
-        meaning="Time since training began, validation included; without the work of an interrupted run after its last "
-        "checkpoint and the time until it was resumed.",
-    ),
-    _timed(name=RECALIBRATION_S, unit="s", meaning="Time to compute BatchNorm's statistics again before a validation."),
-    _timed(
-        name=TIME_TO_ACCURACY_TRAIN_S,
-        unit="s",
-        meaning="Time of training until a validation found the target reached, without validation.",
-    ),
-    _timed(name=TIME_TO_ACCURACY_TOTAL_S, unit="s", meaning="The same with validation, that one included."),
-    Metric(name=TIME_TO_ACCURACY_STEP, unit="1", meaning="Steps until a validation found the target reached."),
+
+def _metric(
+    name: str, unit: str, meaning: str, *, from_clock: bool = False, best: Literal["max", "min"] | None = None
+) -> str:
+    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, from_clock=from_clock, best=best)
+    return name
+
+
+_timed = partial(_metric, from_clock=True)
+
+TRAIN_LOSS = _metric("train/loss", "1", "Mean over ranks of the loss of the batch just trained on.", best="min")
+TRAIN_LR = _metric("train/lr", "1", "Learning rate of the step just made, of the first parameter group.")
+TRAIN_MOMENTUM = _metric("train/momentum", "1", "Momentum (Adam, LAMB: beta1) of that step, of the first group.")
+TRAIN_LOSS_SCALE = _metric("train/loss_scale", "1", "Factor on the loss for the next step; none without fp16.")
+TRAIN_SKIPPED_STEPS = _metric("train/skipped_steps", "1", "Steps skipped so far because a gradient was not finite.")
+TRUST_RATIO_MIN = _metric("train/trust_ratio_min", "1", "Least trust ratio of a layer, for the gradients just used.")
+TRUST_RATIO_MEDIAN = _metric(
+    "train/trust_ratio_median", "1", "Median over layers of the trust ratio; of two, the smaller."
 )
-
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+TRUST_RATIO_MAX = _metric("train/trust_ratio_max", "1", "Largest trust ratio of a layer.")
+DATA_WAIT_S = _timed("data/wait_s", "s", "Time per step in which rank zero waited for its loader.")
+COMM_BYTES = _metric("comm/bytes", "B", "Gradients per step that rank zero gave to the sum, as on the wire.")
+COMM_LINK_BYTES = _metric(
+    "comm/link_bytes",
+    "B",
+    "Bytes that the busiest node sends to others per step, by the formula of each bucket's algorithm.",
+)
+COMM_LEAST_LINK_BYTES = _metric(
+    "comm/least_link_bytes",
+    "B",
+    "Bytes that each of N nodes must send to others per step by any algorithm: 2 (N - 1) / N of the sums.",
+)
+COMM_NODE_BYTES = _metric(
+    "comm/node_bytes",
+    "B",
+    "Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
+)
+COMM_QUANTISATION_NMSE = _metric(
+    "comm/quantisation_nmse",
+    "1",
+    "Mean squared error of what rank zero rounded to 8 or 4 bits for other nodes, by its mean square.",
+)
+COMM_BUSY_S = _timed(
+    "comm/busy_s", "s", "Time per step with at least one bucket of rank zero in flight, hidden by backward or not."
+)
+COMM_EXPOSED_S = _timed(
+    "comm/exposed_s", "s", "Time per step in which rank zero had nothing to do but wait for gradients of other ranks."
+)
+COMM_EXPOSED_SHARE = _timed("comm/exposed_share", "1", "Exposed communication as a part of the time of a step, 0 to 1.")
+COMM_ACHIEVED_BYTES_PER_S = _timed(
+    "comm/achieved_bytes_per_s",
+    "B/s",
+    "Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
+)
+COMM_ACHIEVED_SHARE = _timed(
+    "comm/achieved_share",
+    "1",
+    "The achieved rate as a part of the link's, which the strategy was given as `report.link_bytes_per_s`.",
+)
+IMAGES_PER_S = _timed(
+    "throughput/images_per_s",
+    "1/s",
+    "Training images per second over all ranks, since the last value; validation is not counted.",
+)
+FLOPS_PER_S = _timed(
+    "throughput/flops_per_s",
+    "1/s",
+    "Floating-point operations per second over all ranks: images per second by the model's per image.",
+)
+MFU = _timed(
+    "throughput/mfu",
+    "1",
+    "Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
+)
+PEAK_MEMORY_BYTES = _timed(
+    "memory/peak_bytes", "B", "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process."
+)
+VAL_LOSS = _metric("val/loss", "1", "Mean loss over the validation set.", best="min")
+VAL_ACC = _metric("val/acc", "1", "Part of the validation set whose most likely class is right.", best="max")
+VAL_ACC_TOP5 = _metric(
+    "val/acc_top5",
+    "1",
+    "Part of the validation set whose class is among the five most likely; not with five classes or fewer.",
+    best="max",
+)
+TEST_ACC = _metric("test/acc", "1", "Part of the test set whose most likely class is right.", best="max")
+TEST_ACC_TOP5 = _metric(
+    "test/acc_top5",
+    "1",
+    "Part of the test set whose class is among the five most likely; not with five classes or fewer.",
+    best="max",
+)
+ELAPSED_S = _timed(
+    "time/elapsed_s",
+    "s",
+    "Time since training began, validation included; without the work of an interrupted run after its last checkpoint "
+    "and the time until it was resumed.",
+)
+RECALIBRATION_S = _timed(
+    "time/recalibration_s", "s", "Time to compute BatchNorm's statistics again before a validation."
+)
+TIME_TO_ACCURACY_TRAIN_S = _timed(
+    "time_to_accuracy/train_s", "s", "Time of training until a validation found the target reached, without validation."
+)
+TIME_TO_ACCURACY_TOTAL_S = _timed("time_to_accuracy/total_s", "s", "The same with validation, that one included.")
+TIME_TO_ACCURACY_STEP = _metric("time_to_accuracy/step", "1", "Steps until a validation found the target reached.")
 
 # A metric for each bucket, by its place in the step.
 BUCKET_EXPOSED_S = Metric(

@@ -79,9 +79,8 @@ class NumericsMonitor(Callback):
         """Reset what was seen."""
         device = pl_module.device
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
-        self._bad = torch.full(
-            (NUM_SAVED, 2), -1, dtype=torch.int64, device=device
-        )  # (step, batch), oldest overwritten
+        # (step, batch), oldest overwritten
+        self._bad = torch.full((NUM_SAVED, 2), -1, dtype=torch.int64, device=device)
         self._places = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
         self._last_step, self._num_reported, self._floor_since = trainer.global_step, 0, -1
@@ -140,7 +139,8 @@ class NumericsMonitor(Callback):
         self._note_scale(trainer)
         if _num_in_a_row(trainer) == 0:
             self._on_others = ""
-        if _skips(trainer):
+        status = run_status(trainer)
+        if status.loss_scales or status.has_grad_scaler:  # then such a step is skipped
             self._warn_of_skipped(trainer)
             self._warn_at_floor(trainer)
         else:
@@ -233,17 +233,16 @@ class NumericsMonitor(Callback):
         if self._batch is None or not isinstance(exception, Exception):
             self._forget()
             return
-        batch, batch_idx = self._batch
-        probes = self._probes
+        (batch, batch_idx), probes = self._batch, self._probes
         self._forget()
-        text = str(exception)
         # These say all there is to say, and another rank's failure has no cause in this rank's batch.
         if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:
             return
         try:
             words, is_bad = describe_batch(batch)
             if isinstance(exception, EndlessOverflowError):
-                exception.args = (f"{text} {self._on_others}{self._of_layers(probes)} The scale: {self._scales()}.",)
+                why = f"{self._on_others}{self._of_layers(probes)} The scale: {self._scales()}."
+                exception.args = (f"{exception} {why}",)
             own = is_bad or not isinstance(exception, EndlessOverflowError) or int(self._num_bad) > 0
             saved = self._save(trainer, str(exception), batch, batch_idx, is_concerned=own)
             exception.add_note(f"On {_here(trainer)}, in batch {batch_idx}: {words}.{saved}")
@@ -308,8 +307,3 @@ def _here(trainer: pl.Trainer) -> str:
 
 def _num_in_a_row(trainer: pl.Trainer) -> int:
     return max((int(one.num_in_a_row) for one in run_status(trainer).optimizer_steps), default=0)
-
-
-def _skips(trainer: pl.Trainer) -> bool:
-    status = run_status(trainer)
-    return bool(status.loss_scales) or status.has_grad_scaler

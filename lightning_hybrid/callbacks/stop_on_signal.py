@@ -96,11 +96,7 @@ class StopOnSignal(Callback):
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the handlers: a signal now is obeyed before the first batch."""
-        self._install_handlers(trainer)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the handlers."""
-        self._install_handlers(trainer)
+        self.on_train_start(trainer, pl_module)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
@@ -108,7 +104,8 @@ class StopOnSignal(Callback):
         if number is not None and threading.current_thread() is threading.main_thread():
             signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
 
-    def _install_handlers(self, trainer: pl.Trainer) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install the handlers."""
         # Lightning, which installed its own before, restores the old ones after the fit.
         # In place of Lightning's handlers. That of SIGTERM calls a collective in the middle of a rank's work, and a
         # rank above zero leaves alone. That of SLURM's signal saves in the middle of a step and then tests the weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,12 +91,16 @@ class DurableCheckpointIOMixin(_Base):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         if not self.in_background:
-            self._try(partial(self._write, checkpoint, Path(path)))
+            try:
+                self._write(checkpoint, Path(path))
+            except CheckpointWriteError as error:
+                self._raise(error)
             return
         self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
         copies = self._free_copies()
         copy = copies.take(checkpoint)
-        self._put(partial(self._write_copy, copies, copy, Path(path)))
+        if not self._thread.put(partial(self._write_copy, copies, copy, Path(path)), limit_s=self.timeout_s):
+            raise self._too_slow()
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Load a whole checkpoint, after all pending ones are written.
@@ -162,10 +165,6 @@ class DurableCheckpointIOMixin(_Base):
         # Taken out, so that no later save writes into what the thread still reads.
         return self._copies.pop() if self._copies else HostCopies()
 
-    def _put(self, job: Callable[[], None]) -> None:
-        if not self._thread.put(job, limit_s=self.timeout_s):
-            raise self._too_slow()
-
     def _wait(self) -> None:
         if not self._thread.wait(limit_s=self.timeout_s):
             self._raise(self._too_slow())
@@ -181,12 +180,6 @@ class DurableCheckpointIOMixin(_Base):
 
     def _raise_earlier_error(self) -> None:
         if (error := self._thread.take_error()) is not None:
-            self._raise(error)
-
-    def _try(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except CheckpointWriteError as error:
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:

@@ -55,10 +55,7 @@ class NormalizeOnDevice:
     def _levels_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._levels:  # made once: that waits for the device
             # The product is rounded once, to float32.
-            mean, std = (torch.tensor(values, dtype=torch.float64) * 255 for values in (self.mean, self.std))
-            self._levels[device] = (_per_channel(mean, device), _per_channel(std, device))
+            levels = torch.tensor([self.mean, self.std], dtype=torch.float64) * 255
+            mean, std = levels.to(device=device, dtype=torch.float32).view(2, 1, 3, 1, 1)
+            self._levels[device] = (mean, std)
         return self._levels[device]
-
-
-def _per_channel(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device=device, dtype=torch.float32).reshape(1, 3, 1, 1)

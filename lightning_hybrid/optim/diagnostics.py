@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,21 +49,24 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
 
 
 def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
-    rules: dict[type, Callable[..., Tensor | None]] = {LARS: _lars_ratio, LAMB: _lamb_ratio}
-    of_one = rules.get(type(optimizer))
     inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
     scaling = GradScaling(inverse_scale=inverse_scale)
-    of_parts = _norms_of_parts(optimizer, scaling)
+    of_parts, has_rule = _norms_of_parts(optimizer, scaling), type(optimizer) in (LARS, LAMB)
     found = []
     for group in optimizer.param_groups:
         ratios = dict[Tensor, Tensor]()
-        if of_one is not None and group["trust_ratio"]:
-            for _, (param, grad) in dense_gradients(group):
+        for _, (param, grad) in dense_gradients(group) if has_rule and group["trust_ratio"] else ():
+            norms = of_parts.get(param)
+            if type(optimizer) is LARS:
                 # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
-                options = {**group, "trust_clip": None}
-                ratio = of_one(optimizer, options, param, grad, scaling.to(param.device), of_parts.get(param))
-                if ratio is not None:
-                    ratios[param] = ratio
+                options, here = {**group, "trust_clip": None}, scaling.to(param.device)
+                of_one = None if norms is None else [norm.view(1) for norm in norms]
+                sums = optimizer.shard_sums
+                ratios[param] = lars_ratios(
+                    [param], [grad], group=options, lr=1.0, scaling=here, norms=of_one, shard_sums=sums
+                )[0]
+            elif type(optimizer) is LAMB and "step" in optimizer.state.get(param, {}):
+                ratios[param] = _lamb_ratio(optimizer, group, param) if norms is None else trust_ratio(*norms)
         found.append(ratios)
     return found
 
@@ -86,32 +88,8 @@ def _norms_of_parts(optimizer: Optimizer, scaling: GradScaling) -> dict[Tensor, 
     return norms_over_ranks(vectors, torch.zeros((), device=device), optimizer.add_up_)[0]
 
 
-def _lars_ratio(
-    optimizer: LARS,
-    group: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    scaling: GradScaling,
-    norms: list[Tensor] | None,
-) -> Tensor:
-    of_one = None if norms is None else [norm.view(1) for norm in norms]
-    sums = optimizer.shard_sums
-    return lars_ratios([param], [grad], group=group, lr=1.0, scaling=scaling, norms=of_one, shard_sums=sums)[0]
-
-
-def _lamb_ratio(
-    optimizer: LAMB,
-    group: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    scaling: GradScaling,
-    norms: list[Tensor] | None,
-) -> Tensor | None:
-    state = optimizer.state.get(param, {})
-    if "step" not in state:
-        return None
-    if norms is not None:
-        return trust_ratio(*norms)
+def _lamb_ratio(optimizer: LAMB, group: dict[str, Any], param: Tensor) -> Tensor:
+    state = optimizer.state[param]
     moments = [state["exp_avg"]], [state["exp_avg_sq"]]
     updates = lamb_updates([param], *moments, [_step_of(state)], group=group)
     norms = [tensor_norms([param]), tensor_norms(updates)]

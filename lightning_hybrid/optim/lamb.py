@@ -252,12 +252,7 @@ def moments_(
 
 
 def lamb_updates(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Any],
-    *,
-    group: dict[str, Any],
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Any], *, group: dict[str, Any]
 ) -> list[Tensor]:
     """Compute the u of `LAMB` for tensors of one device and dtype; `steps` counts the present step, 1 at the first."""
     updates = list(torch._foreach_div(exp_avgs, _denominators(exp_avg_sqs, steps, group)))
@@ -281,12 +276,7 @@ def lamb_vectors(
 
 
 def lamb_(
-    params: list[Tensor],
-    updates: list[Tensor],
-    *,
-    lr: float | Tensor,
-    ratios: Tensor,
-    scaling: GradScaling = UNSCALED,
+    params: list[Tensor], updates: list[Tensor], *, lr: float | Tensor, ratios: Tensor, scaling: GradScaling = UNSCALED
 ) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u and are overwritten."""
     weights = as_dtype(params, updates[0].dtype)

@@ -299,11 +299,8 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The name that GradScaler and Lightning read; True: the step itself unscales and skips.
-        return self._is_fused()
-
-    def _is_fused(self) -> bool:
-        # Not where None chose the fused step: a default must not change what GradScaler sees.
+        # The name that GradScaler and Lightning read; True: the step itself unscales and skips. Not where None chose
+        # the fused step: a default must not change what GradScaler sees.
         params = [param for group in self.param_groups for param in group["params"]]
         return bool(params) and bool(self.param_groups[0]["fused"]) and self._fused_step_type.has_engines(params)
 
@@ -347,13 +344,10 @@ def _batches(
     # Together are tensors of equal device and dtypes, and parts apart from whole tensors, whose norms are made here.
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):
-        dtypes = param.dtype, grad.dtype, _dtype(copies.get(param))
+        copy = copies.get(param)
+        dtypes = param.dtype, grad.dtype, None if copy is None else copy.dtype
         key = (param.device, *dtypes, param in parts) if is_together(group, param) else index
         params, grads = batches.setdefault(key, ([], []))
         params.append(param)
         grads.append(grad)
     yield from batches.values()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype

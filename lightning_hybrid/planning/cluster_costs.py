@@ -131,9 +131,15 @@ class ClusterCosts:
         if (bits := bits_of(wire)) is not None:
             plan_for_codec(CommPlan(algorithm=algorithm), self, bits=bits, on_cuda=False)  # type: ignore[arg-type]
             factor = self.factors.get(f"{algorithm}_int{bits}", factor)
+        if algorithm in ("halving_doubling", "double_tree", "torus"):
+            stages: tuple[StageCost, ...] = (self._textbook(algorithm, num_bytes),)
+        elif isinstance(self.transport, Gloo):
+            stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
+        else:
+            stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
         return tuple(
             stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
-            for stage in self._modelled(algorithm, num_bytes, wire)
+            for stage in stages
         )
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
@@ -145,13 +151,6 @@ class ClusterCosts:
         if isinstance(self.transport, Nccl):
             return alone_s
         return self.transport.work_s(alone_s, of_busiest=1, of_all=num_groups * self.num_nodes)
-
-    def _modelled(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> tuple[StageCost, ...]:
-        if algorithm in ("halving_doubling", "double_tree", "torus"):
-            return (self._textbook(algorithm, num_bytes),)
-        if isinstance(self.transport, Gloo):
-            return _over_gloo(self, self.transport, algorithm, num_bytes, wire)
-        return _over_nccl(self, self.transport, algorithm, num_bytes, wire)
 
     def alone_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> float:
         """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""

@@ -216,10 +216,7 @@ class Nccl:
             return Cost(latency_s=self.launch_s + BASE_S["tree"][place] + hops_s, transfer_s=slowest_s / share)
         inside_s = (1 + 1 / ranks_per_node) * num_bytes / (self.nvls_share * inside.bytes_per_s)
         hop_s = max(NVLS_TREE_HOP_S, across.latency_s)
-        return Cost(
-            latency_s=self.launch_s + NVLS_HOP_S + 2 * rounds * hop_s,
-            transfer_s=max(inside_s, across_s),
-        )
+        return Cost(latency_s=self.launch_s + NVLS_HOP_S + 2 * rounds * hop_s, transfer_s=max(inside_s, across_s))
 
 
 def _is_possible(algorithm: NcclAlgorithm, num_nodes: int, ranks_per_node: int) -> bool:

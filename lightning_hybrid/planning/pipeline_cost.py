@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hybrid.checks import require_choice, require_whole
 
@@ -133,15 +133,7 @@ def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[S
                 begin_s = max(free_s[rank], ready_s)
                 end_s = begin_s + (load.forward_s if task.is_forward else load.backward_s)
                 free_s[rank] = ends[task.stage, task.microbatch, task.is_forward] = end_s
-                found[rank].append(
-                    PipelineTask(
-                        stage=task.stage,
-                        microbatch=task.microbatch,
-                        is_forward=task.is_forward,
-                        begin_s=begin_s,
-                        end_s=end_s,
-                    )
-                )
+                found[rank].append(replace(task, begin_s=begin_s, end_s=end_s))
                 done[rank] += 1
                 left -= 1
         if left == before:

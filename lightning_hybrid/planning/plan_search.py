@@ -180,10 +180,7 @@ def _coarse(base: CommPlan) -> list[CommPlan]:
     algorithms = [replace(base, algorithm=name) for name in ALGORITHMS]
     by_size = [replace(base, algorithm="auto", hierarchical_below_bytes=below) for below in BELOW_BYTES]
     plans = [*algorithms, *by_size]
-    return [
-        *plans,
-        *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES)),
-    ]
+    return [*plans, *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES))]
 
 
 def with_buckets(plan: CommPlan, bucket_bytes: int) -> CommPlan:

@@ -123,9 +123,8 @@ def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix:
         return
     for name, parameter in module._parameters.items():
         pair = None if parameter is None else link.hooks.pair_of(parameter)
-        if (
-            pair is not None and state.get(prefix + name, parameter) is not parameter
-        ):  # it is itself with `keep_vars=True`
+        # With `keep_vars=True` the parameter is itself there.
+        if pair is not None and state.get(prefix + name, parameter) is not parameter:
             pair.absorb_outside_writes_()
             state[prefix + name] = pair.whole()
 

@@ -254,11 +254,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Steppable,
-        model: LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call hooks and clip, then step on the masters or skip the step whole."""
         # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the

@@ -22,7 +22,6 @@ from lightning_hybrid.data.images.folder import ImageFolder
 from lightning_hybrid.data.images.imagenet import open_images
 from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageTrainLoader
 from lightning_hybrid.data.images.source import DecodedImages, RowSource
-from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
@@ -32,6 +31,7 @@ from recipes.cli.markdown import markdown_table
 from recipes.cli.ranges import Count, CountOrZero
 from recipes.datasets.dali import DaliFiller, has_dali
 from recipes.datasets.packing import Packing
+from recipes.datasets.synthetic import StoredRows
 
 REFERENCE = "Pillow + DataLoader"
 Batches = Callable[[], Iterator[Any]]

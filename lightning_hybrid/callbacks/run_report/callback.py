@@ -208,13 +208,14 @@ class RunReport(Callback):
         folder = self._folder(trainer).resolve()
         accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
+        ranks = f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")
         skipped = status.num_skipped_steps if status.loss_scales else None
         weights = "the last weights" if self._tested is None else _within(folder, self._tested)
         validation = self._validation(trainer, folder)
         rows = {
             "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%} of {weights}",
             **({"validation": validation} if validation else {}),
-            "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {_ranks(trainer)}",
+            "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {ranks}",
             "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
             "communication": comm_report.describe(
                 self.communication(),
@@ -234,7 +235,8 @@ class RunReport(Callback):
         if not points:
             return None
         step, best = max(points, key=lambda point: point[1])
-        saved = [getattr(each, "best_model_path", "") for each in trainer.checkpoint_callbacks if _is_of_accuracy(each)]
+        of_accuracy = (one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None) == m.VAL_ACC)
+        saved = [getattr(each, "best_model_path", "") for each in of_accuracy]
         where = f": {_within(folder, saved[0])}" if saved and saved[0] else ""
         return f"{points[-1][1]:.2%} of the last weights, best {best:.2%} after step {step}{where}"
 
@@ -268,10 +270,6 @@ class RunReport(Callback):
         return [*rows, f"precision      {trainer.precision}", strategy]
 
 
-def _is_of_accuracy(callback: Any) -> bool:
-    return getattr(callback, "monitor", None) == m.VAL_ACC
-
-
 def _within(folder: Path, path: Any) -> str:
     """Return a path as seen from the run directory, where it is in there."""
     return os.path.relpath(path, folder) if Path(path).is_relative_to(folder) else str(path)
@@ -279,7 +277,3 @@ def _within(folder: Path, path: Any) -> str:
 
 def _is_dry(trainer: pl.Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))
-
-
-def _ranks(trainer: pl.Trainer) -> str:
-    return f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")

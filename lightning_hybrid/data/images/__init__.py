@@ -1,1 +1,1 @@
-"""Images in folders, shards or made up: sources, decoding, crops, threads, loaders."""
+"""Images in folders or shards: sources, decoding, crops, threads, loaders."""

@@ -87,19 +87,14 @@ class ImageDataModule(pl.LightningDataModule, ABC):
             accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
         )
         return ImageTrainLoader(
-            self.train_rows,
-            order,
-            filler=self._filler(),
-            on_device=self.on_device,
-            trainer=trainer,
+            self.train_rows, order, filler=self._filler(), on_device=self.on_device, trainer=trainer
         )
 
     def val_dataloader(self) -> ImageEvalLoader:
         """Make the loader of this rank's share of the validation images, each of which comes once."""
-        trainer = self.trainer
         return ImageEvalLoader(
             self.eval_rows,
-            **share_of(trainer),
+            **share_of(self.trainer),
             batch_size_per_rank=self.eval_batch_size_per_rank,
             filler=self._filler(),
             on_device=self.on_device,

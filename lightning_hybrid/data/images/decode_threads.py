@@ -91,11 +91,7 @@ class _Work:
     # It does not refer to the iterator, so that the iterator can be collected while threads run.
 
     def __init__(
-        self,
-        shares: Iterator[Indices],
-        load_row: LoadRow,
-        take_buffer: Callable[[int], Tensor],
-        num_batches_ahead: int,
+        self, shares: Iterator[Indices], load_row: LoadRow, take_buffer: Callable[[int], Tensor], num_batches_ahead: int
     ) -> None:
         self.load_row = load_row
         self.take_buffer = take_buffer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ class HostBuffers:
 
     def __reduce__(self) -> tuple[object, ...]:
         # A lock cannot be pickled, and blocks in another process are of no use.
-        return _make, (self.max_images, self.image_size, self.pin_memory)
+        sizes = {"max_images": self.max_images, "image_size": self.image_size}
+        return partial(HostBuffers, **sizes, pin_memory=self.pin_memory), ()
 
     def take(self, num_images: int) -> Tensor:
         """Return memory for a batch; its content is left over from other batches."""
@@ -56,7 +58,3 @@ class HostBuffers:
         lent = block[:num_images]
         weakref.finalize(lent, self._free.append, block).atexit = False  # at exit there is nothing to return to
         return torch.from_numpy(lent).permute(0, 3, 1, 2)
-
-
-def _make(max_images: int, image_size: int, pin_memory: bool) -> HostBuffers:
-    return HostBuffers(max_images=max_images, image_size=image_size, pin_memory=pin_memory)

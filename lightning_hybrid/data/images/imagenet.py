@@ -90,11 +90,7 @@ class ImageNetDataModule(ImageDataModule):
         if self._batch_decoder is not None:
             self._batch_decoder(num_threads=1)  # says what is not installed, before any rank is started
         self.train_crop = TrainCrop(
-            image_size=image_size,
-            seed=seed,
-            area=(area[0], area[1]),
-            aspect=(aspect[0], aspect[1]),
-            flip=flip,
+            image_size=image_size, seed=seed, area=(area[0], area[1]), aspect=(aspect[0], aspect[1]), flip=flip
         )
         self.eval_crop = EvalCrop(image_size=image_size, eval_resize=eval_resize)
         self.root = Path(root)

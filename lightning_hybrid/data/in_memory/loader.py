@@ -98,10 +98,7 @@ class EvalLoader:
     ) -> None:
         self.image_set = image_set
         self.shares = eval_shares(
-            num_images=len(image_set.labels),
-            world_size=world_size,
-            rank=rank,
-            batch_size_per_rank=batch_size_per_rank,
+            num_images=len(image_set.labels), world_size=world_size, rank=rank, batch_size_per_rank=batch_size_per_rank
         )
         self.normalize = normalize
 

@@ -76,14 +76,11 @@ class FusedStep:
     """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract."""
 
     devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES  # types of those that have engines
+    options: Callable[[], OptionTable]  # makes the table of options of a tensor group
 
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return the options of a parameter group that are compiled into its kernels."""
-        raise NotImplementedError
-
-    def options(self) -> OptionTable:
-        """Make the table of options of a tensor group."""
-        raise NotImplementedError
+        """Return the options of a parameter group that are compiled into its kernels: none of them."""
+        return ()
 
     def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
         """Make the engine of a tensor group, by its device, and the optimizer state that is missing."""
@@ -163,10 +160,9 @@ class FusedStep:
     def add_over_ranks(self, optimizer: Stepped, found_inf: Tensor | None) -> Tensor | None:
         """Add the sums of parts over the ranks that hold them; return `found_inf` of all of them, None of None."""
         block_sums = [sums for tensors in self._tensor_groups if (sums := tensors.engine.block_sums) is not None]
-        if found_inf is not None:
-            return add_up(block_sums, found_inf, optimizer.add_up_)
-        add_up(block_sums, torch.zeros((), device=self._tensor_groups[0].params[0].device), optimizer.add_up_)
-        return None
+        flag = torch.zeros((), device=self._tensor_groups[0].params[0].device) if found_inf is None else found_inf
+        found = add_up(block_sums, flag, optimizer.add_up_)
+        return None if found_inf is None else found
 
     def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
         # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
@@ -229,13 +225,11 @@ def _state_tensors(optimizer: Stepped) -> list[Any]:
 class FusedLars(FusedStep):
     """The fused step of LARS; its only state is the momentum buffer, or none without momentum."""
 
+    options = staticmethod(lars_options)
+
     def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
         """Return whether there is momentum, and whether the denominator is joint."""
         return group["momentum"] != 0, group["denominator"] == "joint"
-
-    def options(self) -> OptionTable:
-        """Make a table for LARS."""
-        return lars_options()
 
     def is_needed(self, group: dict[str, Any]) -> bool:
         """Whether the group has a trust ratio."""
@@ -256,14 +250,7 @@ class FusedLamb(FusedStep):
     """The fused step of LAMB on the CPU; its state are both moments and the step counts."""
 
     devices = ("cpu", "meta")
-
-    def flags(self, group: dict[str, Any]) -> tuple[bool, ...]:
-        """Return nothing: LAMB compiles no option in."""
-        return ()
-
-    def options(self) -> OptionTable:
-        """Make a table for LAMB."""
-        return lamb_options()
+    options = staticmethod(lamb_options)
 
     def is_needed(self, group: dict[str, Any]) -> bool:
         """Whether the norm of all gradients is bounded."""

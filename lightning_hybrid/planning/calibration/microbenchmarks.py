@@ -190,16 +190,12 @@ class _Table:
             shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(turn)).tolist()
             # In turns, so that a slow minute does not make one case slow.
             for case in (order[place] for place in shuffled):
-                if self.elapsed_s + 2 * self._last_s(case, calls) > self.asked.limit_s:
+                last_s = calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
+                if self.elapsed_s + 2 * last_s > self.asked.limit_s:
                     continue
                 self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
-        few = [case for case in order if len(self.times_s.get(case, ())) < 3]
-        for case in few:  # too few for an interval
-            self.times_s.pop(case, None)
-        return Measurements(times_s=self.times_s, took_s=self.elapsed_s)
-
-    def _last_s(self, case: Microbenchmark, calls: dict[Microbenchmark, int]) -> float:
-        return calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
+        enough = {case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3}  # for an interval
+        return Measurements(times_s=enough, took_s=self.elapsed_s)
 
     def _warm_up(self) -> dict[Microbenchmark, int]:
         # Every case once, which also connects all pairs; the result is calls per sample of the fast enough cases.
@@ -245,7 +241,8 @@ class _Table:
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
         if case.kind == "add":
-            return self._repeated(self._adder(case))
+            one, other = self._values(case, case.what), self._values(case, case.what)
+            return self._repeated(lambda: one.add_(other))
         if case.kind == "codec":
             return self._repeated(codec_call(case.what, case.num_bytes, self.device))
         if case.kind == "sum":
@@ -273,10 +270,6 @@ class _Table:
     def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
         return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)  # never overflows
-
-    def _adder(self, case: Microbenchmark) -> Callable[[], object]:
-        one, other = self._values(case, case.what), self._values(case, case.what)
-        return lambda: one.add_(other)
 
     def _summer(self, case: Microbenchmark) -> Callable[[], object]:
         flat = self._values(case, self.asked.dtype)

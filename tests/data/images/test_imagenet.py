@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
-from lightning_hybrid.data.images.synthetic import SyntheticImageNetDataModule
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.packing import Packing
+from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
 from tests.data.images.pictures import write_root
 from tests.scenes import Saves, at, fit

@@ -9,8 +9,8 @@ import numpy as np
 
 from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
-from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.order import EpochOrder
+from recipes.datasets.synthetic import StoredRows
 from tests.data.images.test_decode_threads import living_threads, no_thread_is_left, wait_until  # noqa: F401  a fixture
 
 

@@ -17,11 +17,11 @@ from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder
 from lightning_hybrid.data.images.host_buffers import HostBuffers
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.loader import ImageTrainLoader
-from lightning_hybrid.data.images.synthetic import StoredRows
 from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets import dali
 from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
+from recipes.datasets.synthetic import StoredRows
 from tests import toy
 from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
 

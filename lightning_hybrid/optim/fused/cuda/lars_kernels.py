@@ -135,17 +135,7 @@ def _sum_of(sums, begin, end):
 
 
 @triton.jit
-def finalize(
-    sums,
-    first_chunk,
-    options,
-    lrs,
-    inverse_scale,
-    numbers,
-    num_tensors,
-    num_chunks,
-    IS_JOINT: tl.constexpr,
-):
+def finalize(sums, first_chunk, options, lrs, inverse_scale, numbers, num_tensors, num_chunks, IS_JOINT: tl.constexpr):
     """Write numbers (tensors, 6): of the update, in float64, one program per tensor."""
     tensor = tl.program_id(0)
     begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
