@@ -17,11 +17,7 @@ from lightning_hybrid.optim.fused.option_table import OptionTable, is_capturing,
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.placement import Part
 
-<<<<<<< HEAD
 _DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
-=======
-_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
->>>>>>> shrink
 
 
 class KernelLars:
