@@ -131,7 +131,7 @@ def fits_as_on_cpu(name: str, given: Given, *, is_other_class: bool = False) -> 
         run = partial(_trained, feature, carrier, of_host)
         answers = run_world(where, run, num_ranks=num_ranks, limit_s=0.45 * given.limit_s, per_host=of_host)
         assert len({answer["bits"] for answer in answers}) == 1, f"over {carrier} ranks must end with the same bits"
-        weights.append(torch.load(given.folder / f"{where.device}.pt"))
+        weights.append(torch.load(given.folder / f"{where.device}.pt", weights_only=True))
     assert all(weight.isfinite().all() for weight in weights[0].values()), "weights must be finite"
     message = f"{num_ranks} ranks over {backend}: the same bits"
     if not given.on_cuda:
