@@ -36,6 +36,9 @@ SECTION = re.compile(r"(Args|Raises|Returns|Yields|Attributes|Example|Source|Col
 
 def literal_blocks(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Show what a docstring indents, such as an equation or a table, as it stands; and `*`, `|`, `_` as themselves."""
+    for i in range(len(lines) - 2, -1, -1):  # several arguments, described as one, whose names take several lines
+        if re.fullmatch(r" {4}[\w, ]+,", lines[i]):
+            lines[i] += " " + lines.pop(i + 1).strip()
     shown, is_section, is_literal, is_table = [], False, False, False
     for i, line in enumerate(lines):
         indented = line.startswith("    ") and not is_section
