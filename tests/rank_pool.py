@@ -257,6 +257,7 @@ def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: b
                 if generation != live_generation:
                     _join_world(rank, world_size, store, generation)
                     live_generation = generation
+                os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's `seed_everything`: setups would read it
                 with warnings.catch_warnings(), _levels_of_loggers_kept():
                     filters, fn, args = pickle.loads(call)
                     _set_warning_filters(filters)
