@@ -106,11 +106,12 @@ class CommSetup:
             "whether a node's ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
         )
         require_choice("shard_update", shard_update, ("off", "node", False), why)  # YAML reads `off` as a boolean
-        self.extension_factories = tuple(extensions or ())
-        if wrong := [one for one in self.extension_factories if not callable(one)]:
+        self.extension_factories = tuple(extensions) if isinstance(extensions, Iterable) else ()
+        if not isinstance(extensions, Iterable | None) or not all(map(callable, self.extension_factories)):
             raise ValueError(
-                f"`extensions` (with {wrong[0]!r:.80}) must hold what makes extensions, such as their classes or "
-                "`functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Leave out the call."
+                f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as their "
+                "classes or `functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Write "
+                "extensions=[LogsNorm], without a call."
             )
         self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
         self._dtype_across_nodes = between_nodes.on_wire

@@ -239,7 +239,7 @@ def test_a_fit_ends_extensions_then_the_engine_then_masters_then_the_module(two_
 
 
 def test_an_extension_that_is_no_factory_is_refused():
-    for wrong in ([FitExtension()], [partial, "name"]):
+    for wrong in ([FitExtension()], [partial, "name"], FitExtension(), FitExtension, 3, "name"):
         with pytest.raises(ValueError, match=r"^`extensions` .* must hold what makes extensions"):
             HybridAllReduceStrategy(extensions=wrong)
     with pytest.raises(ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `strategy.ext"):
