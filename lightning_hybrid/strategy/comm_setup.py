@@ -109,7 +109,7 @@ class CommSetup:
         self.extension_factories = tuple(extensions) if isinstance(extensions, Iterable) else ()
         if not isinstance(extensions, Iterable | None) or not all(map(callable, self.extension_factories)):
             raise ValueError(
-                f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as their "
+                f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as "
                 "classes or `functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Write "
                 "extensions=[LogsNorm], without a call."
             )
