@@ -42,7 +42,7 @@ FOR_ALL = {"checks", "atomic_file", "cpp.library", "lightning_names", "placement
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
 MOST_MODULES = 15
 MOST_LINES = 380  # about 300; past this a file asks to be split
-MAY_BE_LONGER = {"strategy/hybrid_allreduce.py": 456}  # one class that meets all of Lightning's hooks; may only shrink
+MAY_BE_LONGER = {"strategy/hybrid_allreduce.py": 455}  # one class that meets all of Lightning's hooks; may only shrink
 
 FORBIDDEN = r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
 """Words of a private language, in the prose of docstrings and comments."""
