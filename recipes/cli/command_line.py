@@ -201,7 +201,7 @@ def first_of_sweep(override: str) -> str:
 
 
 def refusals(
-    name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool, also_values: bool
+    name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool, also_values: bool = False
 ) -> list[str]:
     """Return what is wrong with a command line: a line for each override that cannot be composed, or for a value."""
     one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}

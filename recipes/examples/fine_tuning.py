@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_hybrid  # noqa: F401  registers the strategies
+import lightning_hybrid  # registers the strategies
 
 
 class FineTuned(pl.LightningModule):
