@@ -14,12 +14,8 @@ import lightning_hybrid  # registers the strategies
 class FineTuned(pl.LightningModule):
     def __init__(self, backbone, num_classes):
         super().__init__()
-        self.backbone, self.head = backbone.requires_grad_(False), torch.nn.Linear(128, num_classes)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.backbone.eval()  # its running statistics are those it was trained with
-        return self
+        self.backbone = backbone.requires_grad_(False).eval()  # Lightning leaves modes as they are: statistics stay
+        self.head = torch.nn.Linear(128, num_classes)
 
     def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.cross_entropy(self.head(self.backbone(batch[0])).float(), batch[1])
