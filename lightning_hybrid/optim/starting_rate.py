@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 MLPERF_LARS = {4096: 10.0, 8192: 17.0, 32768: 21.2, 65536: 24.699}
@@ -20,7 +21,7 @@ def starting_rate(
         lars   s * MLPerf's rate at that batch               between its points by logarithms; below 4,096 linear
         lamb   s * 0.04 * sqrt(batch_size / 32,768)          You et al. 2020, ResNet-50
 
-    That LARS's and LAMB's rates grow with SGD's is our assumption. Nothing calls this: no rate is changed behind a user.
+    That LARS's and LAMB's rates grow with SGD's is our assumption. No rate is changed behind a user.
 
     Raises:
         ValueError: an unknown optimizer, a number that is not above 0, or for LARS more than 65,536 samples.
@@ -50,7 +51,5 @@ def starting_rate(
         )
     if batch_size <= points[0][0]:
         return scale * points[0][1] * batch_size / points[0][0]
-    (below, low), (above, high) = next(
-        (one, other) for one, other in zip(points, points[1:], strict=False) if batch_size <= other[0]
-    )
+    (below, low), (above, high) = next(pair for pair in pairwise(points) if batch_size <= pair[1][0])
     return scale * low * (high / low) ** (math.log(batch_size / below) / math.log(above / below))
