@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from lightning_hybrid import Comm, HybridPipelineStrategy
 from lightning_hybrid.contrastive import BarlowTwins, GlobalBatch, InfoNCE
 from lightning_hybrid.optim import LARS, param_groups
 from tests.scenes import fit, same
+from tests.test_readme import ROOT, python_blocks
 from tests.toy import Toy
 
 PAIRS, CHUNK = 32, 4
@@ -190,3 +194,12 @@ def test_a_function_without_parameters_and_a_batch_without_rows_are_refused():
         GlobalBatch(InfoNCE())(Embedder(), [torch.ones(2, 2), torch.ones(3, 2)])
     with pytest.raises(ValueError, match=r"`chunk` \(=0\)"):
         GlobalBatch(InfoNCE(), chunk=0)
+
+
+def run_page(source):
+    with mock.patch.object(pl, "Trainer", partial(pl.Trainer, max_steps=1, logger=False, enable_checkpointing=False)):
+        exec(compile(source, "README.md", "exec"), {})
+
+
+def test_the_example_of_the_page_runs(two_ranks):
+    two_ranks.run(run_page, python_blocks(ROOT / "lightning_hybrid" / "contrastive" / "README.md")[0])
