@@ -14,7 +14,6 @@ from lightning_hybrid.optim.diagnostics import trust_ratios
 from lightning_hybrid.optim.fused import option_table
 from lightning_hybrid.placement import BLOCK, Part
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
-from lightning_hybrid.precision.master_weights import MasterPair, sum_gradients_
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS
 from tests.optim.fused.cuda.test_kernels import triton
@@ -98,19 +97,6 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, 
     assert numbers[1] - numbers[0] == num_selections * (len(SHAPES) - 20)
     with pytest.raises(ValueError, match=r"`fused` \(=True\) needs parameters on cpu or meta, not on `cuda:0`.*LAMB"):
         LAMB([parameter(8, 4)], lr=0.1, fused=True)
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="without CUDA's kernels torch takes lists apart")
-@pytest.mark.parametrize("num_tensors", [3, 300])
-def test_a_micro_batch_is_accumulated_by_two_launches_whatever_the_number_of_tensors(num_tensors, fake):
-    low, master = (torch.empty(8, dtype=dtype, device=ZERO) for dtype in (torch.float16, torch.float32))
-    pairs = [MasterPair(low=low.clone(), master=master, original_dtype=master.dtype) for _ in range(num_tensors)]
-    for _ in range(2):  # the first has nothing to be added to
-        for pair in pairs:
-            pair.low.grad = torch.empty_like(low)
-        with Launches() as launches:
-            sum_gradients_(pairs)
-    assert launches.names == ["aten._foreach_copy_.default", "aten._foreach_add_.List"]
 
 
 def test_an_update_whose_rate_is_as_before_copies_nothing(fake):
