@@ -112,7 +112,7 @@ class HybridPipeline(DataRanksMixin):
         assert self._timeout is not None
         assert isinstance(watchdog, PipelineWatchdog)
         if is_fit:
-            refuse_in_pipeline(trainer, module, self.precision_plugin, trainer.callbacks)  # type: ignore[attr-defined]
+            refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         compare_stages(
@@ -175,9 +175,7 @@ class HybridPipeline(DataRanksMixin):
         self._averaged_parameters, _ = trained_parameters(here.module)
         if here.ranks.num_data_ranks > 1:
             replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            here.watchdog.engine = self._comm.engine = self._comm.new_engine(
-                keep_events=self._trace_dir is not None, replicas=replicas, group=self._data_group
-            )
+            here.watchdog.engine = self._comm.engine = self._comm.new_engine(replicas=replicas, group=self._data_group)
             here.wrapped = {index: self._wrapped(body, self._comm.engine) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)

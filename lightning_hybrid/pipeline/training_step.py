@@ -44,7 +44,7 @@ class Stages:
 
     module: Any  # the LightningModule
     net: nn.Module
-    bodies: Mapping[int, nn.Module]  # `StageBody` by number of stage
+    bodies: Mapping[int, Any]  # `StageBody` by number of stage
     wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
     ranks: PipelineRanks
     groups: PipelineGroups
@@ -107,7 +107,7 @@ class Stages:
                 if owner == self.ranks.rank:
                     try:
                         body = self.bodies[max(stage, 0)]
-                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]  # type: ignore[arg-type]
+                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]
                     except Exception as error:
                         answer = [f"{type(error).__name__}: {error}"]
                 dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)

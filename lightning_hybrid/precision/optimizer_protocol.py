@@ -62,7 +62,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`."""
     # They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
-    trainer = model.trainer
+    trainer: Any = model.trainer
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
     return (
         bool(trainer.gradient_clip_val)
@@ -72,7 +72,7 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
         )
         or any(
             is_overridden(hook, callback, "pytorch.callbacks.Callback")
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            for callback in trainer.callbacks
             for hook in hooks
         )
     )

@@ -26,11 +26,10 @@ from lightning_hybrid.strategy.arguments import (
     refuse_nothing_to_train,
     refuse_slices,
     refuse_two_precisions,
-    refuse_what_is_not_averaged,
     user_moves_batches,
     with_masters,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
@@ -123,7 +122,7 @@ class HybridAllReduce(_Base):
     ) -> None:
         between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures = CommSetup(self._kind), FailureReports()
+        self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
         for_ddp = self._comm.take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduce).parameters,
@@ -135,8 +134,6 @@ class HybridAllReduce(_Base):
             report=report,
             extensions=extensions,
         )
-        self.link_bytes_per_s, self._trace_dir = self._comm.link_bytes_per_s, self._comm.trace_dir
-        self._loss_scale, self._tune = loss_scale, self._comm.tune
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
@@ -163,7 +160,7 @@ class HybridAllReduce(_Base):
             has_grad_scaler=has_grad_scaler(self.precision_plugin),
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
-            link_bytes_per_s=self.link_bytes_per_s,
+            link_bytes_per_s=self._comm.link_bytes_per_s,
             is_ending=self._failures.is_failing(),
             **({} if self._extensions is None else self._extensions.status()),
         )
@@ -292,10 +289,9 @@ class HybridAllReduce(_Base):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
-        self._comm.engine = self._failures.engine = engine
+        self._comm.engine = self._failures.engine = engine = self._comm.new_engine()
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
-        self._comm.begin_tuning(self._tune)
+        self._comm.begin_tuning()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -432,7 +428,7 @@ class HybridAllReduce(_Base):
         finally:
             self._failures.engine = None
             try:
-                self._comm.close(self.optimizers, trace_dir=self._trace_dir, rank=self.global_rank)
+                self._comm.close(self.optimizers)
             finally:
                 if self._masters is not None:
                     self._masters.restore()  # before Lightning moves the module away from its masters

@@ -96,4 +96,4 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
 
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune
+    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._comm.tune == tune

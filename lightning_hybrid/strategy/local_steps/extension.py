@@ -239,8 +239,9 @@ class LocalStepsExtension(FitExtension):
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
         """Free the groups of the nodes."""
         nodes, self._nodes, self._loaded_momentum = self._nodes, None, None
-        if self._ignored in warnings.filters:
-            warnings.filters.remove(self._ignored)  # type: ignore[attr-defined]
+        filters: Any = warnings.filters
+        if self._ignored in filters:
+            filters.remove(self._ignored)
         if nodes is not None:
             nodes.node_engine.close()
             failure = nodes.node_engine.failure or fit.engine.failure

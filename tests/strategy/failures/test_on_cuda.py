@@ -96,7 +96,8 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     comm = CommSetup()
     comm.device, comm._work_group = torch.device("cuda"), "work"
-    comm._end_shared_work([], has_failed=has_failed)
+    comm.engine = SimpleNamespace(close=lambda: None, failure="comm: rank 1 died" if has_failed else "")
+    comm.close([])
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)
