@@ -82,7 +82,7 @@ class RecalibrateBatchNorm(Callback):
             self._recalibrate(trainer, pl_module)
 
     @torch.no_grad()
-    def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
                 "`callbacks=recalibrate_bn` cannot be combined with strategy='hybrid_pipeline': it runs the network "
@@ -110,8 +110,7 @@ class RecalibrateBatchNorm(Callback):
                 f"`callbacks=recalibrate_bn`: {names} keep their statistics, as they are in evaluation mode while the "
                 "module trains."
             )
-        callbacks: list[Any] = vars(trainer)["callbacks"]
-        for callback in callbacks:
+        for callback in trainer.callbacks:
             # During a validation the module shows the average's values: these statistics are the average's.
             average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
             if average is not None and trainer.state.fn == "fit":

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
+from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.options import (
     Schedule,
@@ -32,7 +33,7 @@ from lightning_hybrid.pipeline.options import (
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
-from lightning_hybrid.pipeline.training_step import NUM_COMPARED, Stages, TrainingStep
+from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.strategy.comm_setup import trained_parameters

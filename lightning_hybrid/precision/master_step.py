@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.placement import parameters_of
 from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights, copy_to_low_
 from lightning_hybrid.precision.optimizer_protocol import (
     prepare_to_skip_,
@@ -17,7 +18,7 @@ from lightning_hybrid.precision.optimizer_protocol import (
     supports_device_skip,
     temporary_attributes,
 )
-from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag, parameters_of
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 
 
 class MasterStep:

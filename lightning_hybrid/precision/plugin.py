@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
+from lightning_hybrid.placement import parameters_of
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -31,7 +32,6 @@ from lightning_hybrid.precision.skipped_steps import (
     OptimizerStepState,
     OptimizerStepStates,
     SkipFlag,
-    parameters_of,
     raise_if_stuck,
 )
 from lightning_hybrid.precision.unscaled_grads import MicrobatchMixin, UnscaledGradients

@@ -53,7 +53,7 @@ class TrackedParameter(nn.Parameter):
             value = value.to(self.dtype)
         _DATA.__set__(self, value)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

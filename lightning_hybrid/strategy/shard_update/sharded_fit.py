@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
 from lightning_hybrid.lightning_names import is_overridden
-from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
+from lightning_hybrid.placement import BLOCK, has_gaps, is_split, parameters_of, spans, with_entries
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import (
@@ -21,7 +21,6 @@ from lightning_hybrid.precision.optimizer_protocol import (
     supports_fused_master_step,
     temporary_attributes,
 )
-from lightning_hybrid.precision.skipped_steps import parameters_of
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
