@@ -70,7 +70,6 @@ class CommSetup:
         self.hook_state: HookState | None = None
         self._tuning: FitTuning | None = None
         self._local_steps: LocalSteps | None = None
-        self._reduction: Literal["mean", "adasum"] = "mean"
         self._timeout: timedelta | None = None
         self._trace_dir: str | None = None
         self._work_group: dist.ProcessGroup | None = None
@@ -116,7 +115,7 @@ class CommSetup:
             )
         self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
         self._dtype_across_nodes = between_nodes.on_wire
-        self._reduction = "adasum" if isinstance(between_nodes, Adasum) else "mean"
+        self._is_adasum = isinstance(between_nodes, Adasum)
         self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
         self.shard_update = shard_update or "off"
         self._ranks_per_node = ranks_per_node
@@ -138,14 +137,10 @@ class CommSetup:
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Check `ranks_per_node` where ranks and world size are known first, before any process group.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Check `ranks_per_node` where ranks and world size are known first, before any process group."""
         if self._ranks_per_node is not None:
             topology = self.topology_of(rank, world_size)
-            if self._reduction == "adasum":
+            if self._is_adasum:
                 refuse_odd_nodes(topology)
 
     def topology_of(self, rank: int, world_size: int) -> Topology:
@@ -163,7 +158,7 @@ class CommSetup:
     def find_plan(self, module: nn.Module) -> None:
         """Make the plan for the topology and this module."""
         on_cuda = self.device.type == "cuda"
-        if self._reduction == "adasum" and (plan := adasum_plan(self.plan, self.topology)) is not None:
+        if self._is_adasum and (plan := adasum_plan(self.plan, self.topology)) is not None:
             self.plan, self.bucket_hook = plan, adasum_bucket
         if self._planner is not None:
             self.plan = ask_planner(

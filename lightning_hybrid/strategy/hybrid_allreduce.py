@@ -190,6 +190,10 @@ class HybridAllReduce(_Base):
         self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
 
     @property
+    def _module(self) -> Any:
+        return self.lightning_module  # there from `connect` on
+
+    @property
     def _half(self) -> MasterWeightMixin | None:
         return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
 
@@ -238,9 +242,8 @@ class HybridAllReduce(_Base):
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP, after checking that there is something to train."""
         if trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            refuse_nothing_to_train(self.lightning_module)
-            refuse_slices(self.lightning_module)
+            refuse_nothing_to_train(self._module)
+            refuse_slices(self._module)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)
         super().setup(trainer)
@@ -262,10 +265,9 @@ class HybridAllReduce(_Base):
         if self._extensions is not None:
             self._extensions.before_optimizers()
         if self._half is not None:
-            assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
-            if self.lightning_module.trainer.state.fn == "fit":
-                self.setup_optimizers(self.lightning_module.trainer)
+            if self._module.trainer.state.fn == "fit":
+                self.setup_optimizers(self._module.trainer)
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
 
@@ -279,8 +281,7 @@ class HybridAllReduce(_Base):
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
-            assert self.lightning_module is not None
-            self._masters.broadcast_(self.lightning_module, ignored)
+            self._masters.broadcast_(self._module, ignored)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
@@ -303,18 +304,16 @@ class HybridAllReduce(_Base):
             # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
             # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
             trainer.fit_loop._combined_loader = None
-        assert self.lightning_module is not None
-        refuse_foreign_parameters(self.optimizers, self.lightning_module)
+        refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
 
-        assert self.lightning_module is not None
         dataloader = super().process_dataloader(dataloader)
         if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
-            dataloader.bind_trainer(self.lightning_module.trainer)
-        if user_moves_batches(self.lightning_module):
+            dataloader.bind_trainer(self._module.trainer)
+        if user_moves_batches(self._module):
             return dataloader
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(dataloader, self.global_rank)
@@ -326,8 +325,7 @@ class HybridAllReduce(_Base):
     def on_train_start(self) -> None:
         """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        self._failures.sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
+        self._failures.sigterm = SigtermOnAnyRank(self._module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
@@ -336,14 +334,12 @@ class HybridAllReduce(_Base):
             self._extensions.call("before_batch", batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
-        assert self.lightning_module is not None
-        self._comm.before_batch(self.lightning_module)
+        self._comm.before_batch(self._module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
-            assert self.lightning_module is not None
-            refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
+            refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self._module)
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
