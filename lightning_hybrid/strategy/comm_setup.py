@@ -69,7 +69,7 @@ class CommSetup:
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
         self._tuning: FitTuning | None = None
-        self._local_steps: LocalSteps | None = None
+        self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
         self._trace_dir: str | None = None
         self._work_group: dist.ProcessGroup | None = None
@@ -114,9 +114,9 @@ class CommSetup:
                 "extensions=[LogsNorm], without a call."
             )
         self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
-        self._dtype_across_nodes = between_nodes.on_wire
+        self.dtype_across_nodes = between_nodes.on_wire
         self._is_adasum = isinstance(between_nodes, Adasum)
-        self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
+        self.local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
         self.shard_update = shard_update or "off"
         self._ranks_per_node = ranks_per_node
         self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
@@ -167,9 +167,9 @@ class CommSetup:
                 self.topology,
                 comm_dtype=self._comm_dtype,
                 on_cuda=on_cuda,
-                across_nodes=self._dtype_across_nodes,
+                across_nodes=self.dtype_across_nodes,
             )
-        if isinstance(codec := self._dtype_across_nodes, Codec):
+        if isinstance(codec := self.dtype_across_nodes, Codec):
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
@@ -193,7 +193,7 @@ class CommSetup:
             timeout=self._timeout,
             device=self.device,
             trace=CommTrace(keep_events=self._trace_dir is not None),
-            dtype_across_nodes=self._dtype_across_nodes,
+            dtype_across_nodes=self.dtype_across_nodes,
             replicas=replicas,
             group=group,
             **self.engine_options,
@@ -266,7 +266,7 @@ class CommSetup:
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self._dtype_across_nodes is None
+        is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self.dtype_across_nodes is None
         if on_cuda and (self.engine_options.get("shares_update", False) or not is_flat):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
