@@ -99,11 +99,6 @@ def has_gaps(tensor: Tensor) -> bool:
     return not tensor.permute(by_stride).is_contiguous()
 
 
-def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
-    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
-
-
 def with_entries(
     state: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Tensor, dict[str, Any]], dict[str, Any] | None]
 ) -> dict[str, Any]:
@@ -112,7 +107,8 @@ def with_entries(
     The state dict may have been saved by another run: what has no parameter here is left as it is.
     """
     indices = [index for group in state["param_groups"] for index in group["params"]]
-    known = dict(zip(indices, parameters_of(optimizer), strict=False))
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    known = dict(zip(indices, parameters, strict=False))
     changed = ((i, change(known[i], entry) if i in known else entry) for i, entry in state["state"].items())
     return {**state, "state": {index: entry for index, entry in changed if entry is not None}}
 

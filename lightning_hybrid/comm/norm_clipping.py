@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.placement import parameters_of
-
 
 def clip_by_norm_over_stages(
     optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup, device: torch.device
@@ -22,7 +20,7 @@ def clip_by_norm_over_stages(
     As `torch.nn.utils.clip_grad_norm_` over the whole network, to the bit: every stage has the norm of each parameter
     in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient.
     """
-    parameters = list(parameters_of(optimizer))
+    parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = iter(torch._foreach_norm(gradients) if gradients else ())
     both = torch.zeros(2, len(parameters), dtype=torch.float32, device=device)
@@ -47,7 +45,9 @@ def clip_by_norm_over_slices(
     As `torch.nn.utils.clip_grad_norm_` of whole layers, but for the order of additions. Every rank of `group`, which
     shares the layers, must call it. `slices`: parameters by `id`.
     """
-    by_id = {id(param): param.grad for param in parameters_of(optimizer) if param.grad is not None}
+    by_id = {
+        id(param): param.grad for each in optimizer.param_groups for param in each["params"] if param.grad is not None
+    }
     if not by_id:
         return
     gradients = list(by_id.values())

@@ -16,7 +16,7 @@ from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
 from lightning_hybrid.optim.gradients import dense_gradients, is_together, param_name, state_dtype
 from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
-from lightning_hybrid.placement import Part, parameters_of
+from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
@@ -179,7 +179,7 @@ class LayerwiseOptimizer(Optimizer):
     def _restore_float32(self, state_dict: dict[str, Any]) -> None:
         # From the checkpoint once more: what torch has loaded is rounded already. "step" is float32 in any case.
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = list(parameters_of(self))
+        params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(indices, params, strict=True):
             dtype = state_dtype(param.dtype)
             for key, value in state_dict["state"].get(index, {}).items():
@@ -301,7 +301,7 @@ class LayerwiseOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # The name that GradScaler and Lightning read; True: the step itself unscales and skips. Not where None chose
         # the fused step: a default must not change what GradScaler sees.
-        params = list(parameters_of(self))
+        params = [param for group in self.param_groups for param in group["params"]]
         return bool(params) and bool(self.param_groups[0]["fused"]) and self._fused_step_type.has_engines(params)
 
     def _asks_for_fused(self) -> bool:

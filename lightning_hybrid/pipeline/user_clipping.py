@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.placement import parameters_of
+from lightning_hybrid.precision.optimizer_protocol import parameters_of
 
 
 def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

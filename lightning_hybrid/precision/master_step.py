@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.placement import parameters_of
 from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights, copy_to_low_
 from lightning_hybrid.precision.optimizer_protocol import (
+    parameters_of,
     prepare_to_skip_,
     refuse_own_references,
     supports_device_skip,

@@ -23,9 +23,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_hybrid.placement import broadcast_first_, parameters_of
+from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
-from lightning_hybrid.precision.optimizer_protocol import optimizers_within
+from lightning_hybrid.precision.optimizer_protocol import optimizers_within, parameters_of
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
 
 # Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would

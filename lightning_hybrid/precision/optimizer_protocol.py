@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_hybrid.lightning_names import is_overridden, misconfiguration
@@ -96,6 +97,11 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     for one in found:
         found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
     return found
+
+
+def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
+    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
+    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
 class DirectSteps:

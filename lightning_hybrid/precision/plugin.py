@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
-from lightning_hybrid.placement import parameters_of
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
@@ -25,6 +24,7 @@ from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     check_optimizer,
     grads_are_observed,
+    parameters_of,
     supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.placement import parameters_of
 from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.optimizer_protocol import parameters_of
 
 # From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
 # that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.

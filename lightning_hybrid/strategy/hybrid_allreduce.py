@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
+from lightning_hybrid.comm import CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -169,10 +169,6 @@ class HybridAllReduce(_Base):
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
         return None if self._comm.engine is None else self._comm.engine.trace
-
-    @property
-    def _engine(self) -> CommEngine | None:
-        return self._comm.engine
 
     @property
     def communication_plan(self) -> str | None:

@@ -361,7 +361,7 @@ class Wide(Toy):
 
 
 def buckets(trainer, module):
-    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in trainer.strategy._engine.buckets]
+    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in trainer.strategy._comm.engine.buckets]
 
 
 @pytest.mark.skipif(

@@ -27,7 +27,7 @@ def cluster(ranks_per_node):
 
 
 def plan_in_force(trainer, module):
-    return trainer.strategy._engine.plan, trainer.strategy.communication_plan
+    return trainer.strategy._comm.engine.plan, trainer.strategy.communication_plan
 
 
 NUMELS = [parameter.numel() for parameter in toy.Toy().parameters()]

@@ -29,7 +29,7 @@ class Watches(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx % 2:
-            self.plans.append(trainer.strategy._engine.plan)
+            self.plans.append(trainer.strategy._comm.engine.plan)
 
     def on_train_end(self, trainer, module):
         tuning = trainer.strategy._comm._tuning

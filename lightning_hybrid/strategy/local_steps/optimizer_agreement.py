@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.placement import parameters_of
-from lightning_hybrid.precision.optimizer_protocol import optimizers_within
+from lightning_hybrid.precision.optimizer_protocol import optimizers_within, parameters_of
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 

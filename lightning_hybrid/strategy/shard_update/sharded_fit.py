@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, HookState, Topology
 from lightning_hybrid.lightning_names import is_overridden
-from lightning_hybrid.placement import BLOCK, has_gaps, is_split, parameters_of, spans, with_entries
+from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     grads_are_observed,
+    parameters_of,
     supports_fused_master_step,
     temporary_attributes,
 )

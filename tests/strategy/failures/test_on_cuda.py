@@ -69,7 +69,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
-        strategy._engine._latch.error = ""
+        strategy._comm.engine._latch.error = ""
     strategy.save_checkpoint({}, "somewhere")
     assert saved == [({}, "somewhere")]
 
