@@ -53,7 +53,7 @@ MAY_BE_LONGER = {
     "lightning_hybrid/optim/layerwise.py": 359,
     "lightning_hybrid/pipeline/microbatches.py": 331,
     "lightning_hybrid/pipeline/strategy.py": 330,
-    "lightning_hybrid/planning/calibration/microbenchmarks.py": 364,
+    "recipes/planning/calibration/microbenchmarks.py": 364,
     "lightning_hybrid/planning/cluster_costs.py": 318,
     "lightning_hybrid/precision/master_weights.py": 367,
     "lightning_hybrid/precision/plugin.py": 375,

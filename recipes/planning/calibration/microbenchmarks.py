@@ -31,7 +31,7 @@ from lightning_hybrid.checks import require_number, require_positive, require_wh
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
+from recipes.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
 
 Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 
