@@ -43,8 +43,6 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from lightning_hybrid.strategy.plan_tuning import FitTuning
 
 
@@ -218,7 +216,7 @@ class CommSetup:
             assert self.engine is not None
             self._tuning = FitTuning(self.engine, self.tune, on_plan=self.note_plan)
 
-    def before_batch(self, module: pl.LightningModule) -> None:
+    def before_batch(self, module: Any) -> None:
         """Tell the codec the number of the step; between two steps tuning may change the plan."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
@@ -282,7 +280,7 @@ def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
     return averaged, ignored
 
 
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
     """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
 
     Raises:

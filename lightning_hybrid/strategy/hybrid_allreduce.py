@@ -330,12 +330,12 @@ class HybridAllReduce(_Base):
             self._extensions.call("before_batch", batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
-        self._comm.before_batch(self._module)
+        self._comm.before_batch(self.lightning_module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
-            refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self._module)
+            refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
