@@ -27,6 +27,7 @@ from lightning_hybrid.strategy.arguments import (
     refuse_slices,
     refuse_two_precisions,
     user_moves_batches,
+    warn_of_coupled_batches,
     with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
@@ -240,6 +241,7 @@ class HybridAllReduce(_Base):
         if trainer.state.fn == "fit":
             refuse_nothing_to_train(self._module)
             refuse_slices(self._module)
+            warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)
         super().setup(trainer)
