@@ -94,7 +94,7 @@ def check_ranks(*, num_stages: int, world_size: int) -> None:
 
 
 def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: bool = False) -> None:
-    """Check what of Lightning a pipeline cannot carry out: how a step is made, precision, callbacks in the setup.
+    """Check what of Lightning a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
 
     Raises:
         MisconfigurationException: names the option.
@@ -106,7 +106,7 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
         found["manual optimization"] = "`automatic_optimization` (=False)"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
-    if losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]:
+    if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
         found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
 
