@@ -94,7 +94,7 @@ def check_ranks(*, num_stages: int, world_size: int) -> None:
 
 
 def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: bool = False) -> None:
-    """Check what of Lightning a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
+    """Check what a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
 
     Raises:
         MisconfigurationException: names the option.
