@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from lightning_hybrid.checks import require_positive, require_share, require_whole
+from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import CommPlan
@@ -88,8 +88,6 @@ class ClusterCosts:
         require_whole("num_nodes", self.num_nodes, "nodes are counted")
         require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
         require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
-        if isinstance(self.transport, Nccl):
-            require_share("nvls_share", self.transport.nvls_share, "it is how much of its links' rate NVLS reaches")
 
     @property
     def world_size(self) -> int:
@@ -185,6 +183,7 @@ def _over_nccl(
     place: Place = "inside" if nodes == 1 else "across"
     across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
+    card = nccl.payload_bytes_per_s(cluster.across.bytes_per_s)
     if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree") and codec_s is None:
         only = {"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm)
         cost = nccl.all_reduce(
@@ -192,7 +191,8 @@ def _over_nccl(
             num_nodes=nodes,
             ranks_per_node=k,
             inside=cluster.inside,
-            across=replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s),
+            across=replace(cluster.across, bytes_per_s=cluster.nics_per_node * card),
+            num_nics=cluster.nics_per_node,
             algorithm=only,  # type: ignore[arg-type]
         )
         return (_stage("all_reduce", place, cost),)
@@ -202,10 +202,10 @@ def _over_nccl(
     is_sharded = algorithm == "two_level"
     if is_sharded:
         before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
-        rate, size = cluster.node_bytes_per_s / k, across_bytes / k
+        rate, size = cluster.nics_per_node * card / k, across_bytes / k
     else:
         before = after = nccl.reduce(num_bytes, k, cluster.inside)
-        rate, size = cluster.across.bytes_per_s, across_bytes
+        rate, size = card, across_bytes
     rail = replace(cluster.across, bytes_per_s=rate)
     if codec_s is not None:
         between = nccl.coded_sum(size, nodes, rail) + Cost(latency_s=codec_s)
