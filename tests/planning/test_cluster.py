@@ -130,12 +130,12 @@ ONE_NODE_US = {
     "h200": {32: 39.8, 1024: 46.0, 8192: 94.4, 131072: 584.4, 2097152: 8010.1},
     "b200": {32: 47.8, 1024: 50.9, 8192: 116.1, 131072: 413.2, 2097152: 5113.3},
 }
-HARDWARE = {  # NCCL's own rates per link, and what `launch_s` of conf/cluster is
+HARDWARE = {  # NCCL's own rates per link; the published loop waits after each sum: `launch_s`, fitted to 32 KiB
     "a100": (12 * 20.0e9, Nccl(inside="nvlink", launch_s=28.6e-6)),
-    "h200": (18 * 20.6e9, Nccl(inside="nvlink", algorithms=("ring", "tree", "nvls"), launch_s=24.6e-6)),
+    "h200": (18 * 20.6e9, Nccl(inside="nvlink", generation="hopper", launch_s=24.6e-6)),
     "b200": (
         18 * 40.1e9,
-        Nccl(inside="nvlink", algorithms=("ring", "tree", "nvls"), nvls_share=0.74, launch_s=32.6e-6),
+        Nccl(inside="nvlink", generation="blackwell", launch_s=32.6e-6),
     ),
 }
 

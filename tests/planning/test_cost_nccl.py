@@ -7,11 +7,13 @@ Source: NVIDIA/nccl 2.28, src/graph/tuning.cc, `ncclTunerConstantsDefaults`, `nc
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_nccl import Nccl, _tree_correction
+from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.nccl_tables import nvls_tree_round_bytes, tree_correction
 
 # Microseconds of a start and of a hop: LL, LL128, Simple.
 BASE_LATENCIES = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
@@ -47,20 +49,20 @@ def test_hops_take_what_the_tables_say(inside, algorithm, place):
 
 
 def test_the_switch_of_a_node_is_one_hop_whatever_is_behind_it():
-    nccl = Nccl(inside="nvlink", algorithms=("nvls", "nvls_tree"))
+    nccl = Nccl(inside="nvlink", generation="hopper", algorithms=("nvls", "nvls_tree"))
     assert latency_us(nccl, "nvls", num_nodes=1) == pytest.approx(NVLS_LATENCY)
     between = 2 * math.log2(NODES) * NVLS_TREE_NET_LATENCY
     assert latency_us(nccl, "nvls_tree") == pytest.approx(NVLS_LATENCY + between)
 
 
-@pytest.mark.parametrize(("is_before_ampere", "plateau"), [(False, 1.4), (True, 1.9)])
-def test_simple_rings_between_nodes_wait_longer_from_64_bytes_a_rank_on(is_before_ampere, plateau):
+@pytest.mark.parametrize(("generation", "plateau"), [("ampere", 1.4), ("volta", 1.9)])
+def test_simple_rings_between_nodes_wait_longer_from_64_bytes_a_rank_on(generation, plateau):
     """`lat *= comm->minCompCap < 80 ? 1.9 : 1.4`, of the hops."""
-    simple, start = Nccl(inside="pci", is_before_ampere=is_before_ampere, protocols=("simple",)), 8.4
+    simple, start = Nccl(inside="pci", generation=generation, protocols=("simple",)), 8.4
     least = 64 * NODES * RANKS
     hops = latency_us(simple, "ring", least - 1) - start
     assert latency_us(simple, "ring", least) - start == pytest.approx(plateau * hops)
-    ll = Nccl(inside="pci", is_before_ampere=is_before_ampere, protocols=("ll",))
+    ll = Nccl(inside="pci", generation=generation, protocols=("ll",))
     assert latency_us(ll, "ring", least) == latency_us(ll, "ring", least - 1)
 
 
@@ -75,8 +77,54 @@ def test_protocols_reach_a_part_of_a_rings_rate(protocol, share):
 def test_trees_reach_0_92_of_the_rate_and_less_of_it_at_medium_sizes():
     """`treeCorrectionFactor` of Simple: "powers of two, 64 B to 256MB"."""
     factors = [*[0.9] * 7, 0.8, 0.7, 0.6, 0.6, *[0.5] * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9]
-    assert [_tree_correction(64 << step, 2) for step in range(23)] == factors
+    assert [tree_correction(64 << step, 2) for step in range(23)] == factors
     slow = Link(latency_s=0.0, bytes_per_s=1e9)
     ask = {"num_nodes": NODES, "ranks_per_node": RANKS, "inside": FREE, "across": slow, "algorithm": "tree"}
     found_s = Nccl(inside="nvlink", protocols=("simple",)).all_reduce(2**30, **ask).transfer_s
     assert found_s == pytest.approx(2 * 2**30 / 1e9 / 0.92)
+
+
+FAST = Link(latency_s=0.0, bytes_per_s=1e15)
+
+
+@pytest.mark.parametrize(("num_nodes", "limit"), [(2, 57.7e9), (4, 45.5e9)])
+def test_a_channel_of_an_nvls_tree_has_a_limit_that_two_nodes_share_less(num_nodes, limit):
+    """`perChMaxNVLSTreeBws` of Hopper: eight channels of bus bandwidth, however fast the links are."""
+    nccl = Nccl(inside="nvlink", generation="hopper")
+    ask = {"num_nodes": num_nodes, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
+    found_s = nccl.all_reduce(2**33, algorithm="nvls_tree", **ask).transfer_s
+    ranks = 8 * num_nodes
+    assert found_s == pytest.approx(2 * (ranks - 1) / ranks * 2**33 / (8 * limit))
+
+
+def test_a_tree_fills_by_rounds_of_channels_and_chunks():
+    """2 x 8 H100: 16 channels of 8 heads send chunks of 128 KiB, up and down one doubling."""
+    nccl = Nccl(inside="nvlink", generation="hopper")
+    slow = Link(latency_s=0.0, bytes_per_s=1e9)
+    ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": slow, "num_nics": 8}
+    latency_s = nccl.all_reduce(2**30, algorithm="nvls_tree", **ask).latency_s
+    filling_s = 2 * nvls_tree_round_bytes(2**30, num_nodes=2, heads=8, generation="hopper") / 1e9
+    assert latency_s == pytest.approx(25e-6 + 2 * 20.9e-6 + filling_s)
+    assert filling_s == pytest.approx(2 * 16 * 8 * 2**17 / 1e9)
+
+
+def test_the_plug_in_chooses_in_place_of_nccl():
+    """On p5 sums up to 31.4 MB of 16 ranks go by trees with LL128, where NCCL itself would take another."""
+    ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": FREE, "across": FAST, "num_nics": 8}
+    of_plugin = Nccl(inside="nvlink", generation="hopper", fabric="efa", plugin="aws_p5")
+    own, only = replace(of_plugin, plugin=None), replace(of_plugin, protocols=("ll128",))
+    assert of_plugin.all_reduce(31e6, **ask) == only.all_reduce(31e6, algorithm="tree", **ask)
+    assert own.all_reduce(31e6, **ask) != of_plugin.all_reduce(31e6, **ask)
+    assert own.all_reduce(32e6, **ask) == of_plugin.all_reduce(32e6, **ask)
+
+
+@pytest.mark.parametrize(
+    ("version", "last"), [("2.3", "ring"), ("2.4", "tree"), ("2.17", "nvls"), ("2.18.3", "nvls_tree")]
+)
+def test_a_version_has_the_algorithms_of_its_time(version, last):
+    assert Nccl(inside="nvlink", generation="hopper", version=version).available[-1] == last
+
+
+def test_what_a_card_carries_is_payload():
+    assert Nccl(inside="nvlink").payload_bytes_per_s(50e9) == pytest.approx(47e9)
+    assert Nccl(inside="nvlink", fabric="tcp").payload_bytes_per_s(50e9) == 3.25e9

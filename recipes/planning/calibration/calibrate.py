@@ -212,7 +212,7 @@ def _bare_cluster(
     codec = CodecRates()
     if setup.on_cuda:
         algorithms: Sequence[Literal["ring", "tree"]] = ("ring", "tree")
-        transport = Nccl(inside=setup.inside, algorithms=algorithms)
+        transport = Nccl(inside=setup.inside, algorithms=algorithms, payload_share=1.0)  # rates are measured
         codec = CodecRates(kernel_s=KERNEL_S)
     else:
         transport = Gloo(
