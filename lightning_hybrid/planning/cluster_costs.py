@@ -46,6 +46,10 @@ class StageCost:
         """Seconds with no other stage at the same place."""
         return self.delay_s + self.work_s / self.share
 
+    def times(self, factor: float) -> StageCost:
+        """Return a stage that takes so many times as long."""
+        return self if factor == 1 else replace(self, delay_s=factor * self.delay_s, work_s=factor * self.work_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
@@ -62,6 +66,7 @@ class ClusterCosts:
         factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
             `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
         codec: What rounding takes where sums between nodes go through a codec.
+        curve: Measured over modelled time of stages between nodes, as pairs of bytes and the factor from there on.
 
     Raises:
         ValueError: A count is below one.
@@ -81,6 +86,7 @@ class ClusterCosts:
     is_interleaved: bool = False
     factors: Mapping[str, float] = field(default_factory=dict)
     codec: CodecRates = field(default_factory=CodecRates)
+    curve: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, factor in self.factors.items():
@@ -135,10 +141,8 @@ class ClusterCosts:
             stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
-        return tuple(
-            stage if factor == 1.0 else replace(stage, delay_s=factor * stage.delay_s, work_s=factor * stage.work_s)
-            for stage in stages
-        )
+        across = factor * next((each for least, each in reversed(self.curve) if num_bytes >= least), 1.0)
+        return tuple(stage.times(across if stage.place == "across" else factor) for stage in stages)
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
         """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""

@@ -32,9 +32,8 @@ from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of
 
 README = Path(__file__).parents[3] / "recipes" / "records" / "simulate" / "README.md"
 
-# us of one all-reduce of fp32 by NCCL between nodes, by MiB: the lower of out of place and in place. "filling" of
-# cost_nccl.py is fitted to the first five, which are NVIDIA/nccl-tests issue 309; nothing is to the last, which is the
-# README of oracle-quickstart's OKE with RDMA, BM.GPU4.8.
+# us of one all-reduce of fp32 by NCCL between nodes, by MiB: the lower of out of place and in place. Nothing is
+# fitted to them: NVIDIA/nccl-tests issue 309, and the README of oracle-quickstart's OKE with RDMA, BM.GPU4.8.
 PUBLISHED_US = [
     ("dgx_h100", 2, {1: 71.5, 2: 76.2, 4: 94.2, 8: 131.4, 16: 183.8, 32: 267.7, 64: 466.1, 128: 748.3}),
     ("dgx_h100", 2, {1: 83.0, 2: 93.5, 4: 110.9, 8: 150.5, 16: 201.6, 32: 269.7, 64: 469.6, 128: 750.7}),
@@ -47,12 +46,12 @@ PUBLISHED_US = [
 
 @pytest.mark.parametrize(("name", "num_nodes", "times_us"), PUBLISHED_US)
 def test_sums_of_1_to_128_mib_between_nodes_take_what_was_measured(name, num_nodes, times_us):
-    """Within a third. NCCL's formula alone is at 0.52 to 1.13 of these."""
+    """Within a factor of 1.75, and a fifth on average, by tables alone."""
     cluster = cluster_of(name, num_nodes)
     ratios = {mib: 1e6 * cluster.alone_s("nccl", mib * MIB) / time_us for mib, time_us in times_us.items()}
-    assert all(0.75 <= ratio <= 1.34 for ratio in ratios.values()), ratios
+    assert all(0.57 <= ratio <= 1.43 for ratio in ratios.values()), ratios
     mean = torch.tensor(list(ratios.values())).log().mean().exp().item()
-    assert mean == pytest.approx(1, abs=0.1 if name == "dgx_h100" else 0.05), ratios
+    assert mean == pytest.approx(1, abs=0.2), ratios
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.uncertainty import WIDENED
 
 MIB = 2**20
 ROWS = Path(__file__).with_name("between_nodes.csv")
@@ -64,11 +68,15 @@ def rows() -> list[MeasuredRow]:
         return [MeasuredRow(values=row) for row in csv.DictReader(file)]
 
 
-def table(found: Iterable[MeasuredRow], models: dict[str, Callable[[MeasuredRow], float]]) -> str:
-    """Format median and worst errors of each model (seconds of a row), by fabric and class of size."""
+def table(
+    found: Iterable[MeasuredRow],
+    models: dict[str, Callable[[MeasuredRow], float]],
+    key: Callable[[MeasuredRow], tuple[str, str]] = lambda row: (row.fabric, row.size),
+) -> str:
+    """Format median and worst errors of each model (seconds of a row), by class: fabric and size."""
     groups = defaultdict[tuple[str, str], list[MeasuredRow]](list)
     for row in found:
-        groups[row.fabric, row.size].append(row)
+        groups[key(row)].append(row)
     titles = [f"{name}, {what}" for name in models for what in ("median", "worst")]
     lines = [
         "| " + " | ".join(["fabric", "bytes", "sources", "rows", *titles]) + " |",
@@ -119,9 +127,55 @@ def before_s(row: MeasuredRow) -> float:
     return float(row.values["before_us"]) / 1e6
 
 
+def log_error(row: MeasuredRow) -> float:
+    """Return the logarithm of measured over predicted time."""
+    return math.log(float(row.values["time_us"]) / 1e6 / now_s(row))
+
+
+def class_of(row: MeasuredRow) -> tuple[str, str]:
+    """Return the class of `uncertainty`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
+    return ("ib, roce, efa" if row.fabric in ("ib", "roce", "efa") else row.fabric), row.size
+
+
+def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
+    """Return the 10 and 90 % quantiles of the errors by source, each source of equal weight, widened."""
+    weighted = sorted((error, 1 / len(each) / len(errors)) for each in errors.values() for error in each)
+    middles = list(accumulate(weight for _, weight in weighted))
+    places = [end - weight / 2 for end, (_, weight) in zip(middles, weighted, strict=True)]
+    low, high = np.interp([0.1, 0.9], places, [error for error, _ in weighted])
+    more = (WIDENED - 1) * (high - low) / 2
+    return low - more, high + more
+
+
+def intervals(found: Iterable[MeasuredRow]) -> str:
+    """Format the interval of each class, and how many rows of a source those of the other sources hold."""
+    groups = defaultdict[tuple[str, str], dict[str, list[float]]](lambda: defaultdict(list))
+    for row in found:
+        groups[class_of(row)][row.source].append(log_error(row))
+    held = defaultdict[str, list[bool]](list)
+    lines = ["| class | bytes | sources | 80 % of measured over predicted | of a source left out |", "|---" * 5 + "|"]
+    for (fabric, size), by_source in sorted(groups.items()):
+        low, high = interval(by_source)
+        shares = []
+        for source, errors in by_source.items() if len(by_source) > 1 else ():
+            least, most = interval({name: each for name, each in by_source.items() if name != source})
+            inside = [least <= error <= most for error in errors]
+            held[source] += inside
+            shares.append(statistics.fmean(inside))
+        left_out = f"{statistics.fmean(shares):.0%}" if shares else "one source"
+        cells = [fabric, size, str(len(by_source)), f"{math.exp(low):.2f} to {math.exp(high):.2f}", left_out]
+        lines.append("| " + " | ".join(cells) + " |")
+    mean = statistics.fmean(statistics.fmean(inside) for inside in held.values())
+    return "\n".join([*lines, "", f"of a source left out, each of {len(held)} of equal weight: {mean:.0%}"])
+
+
 if __name__ == "__main__":
     for is_unread in (False, True):
         print("unread half" if is_unread else "read half")
         print(
             table((row for row in rows() if row.is_unread == is_unread), {"before": before_s, "now": now_s}), end="\n\n"
         )
+    in_nodes_of_8 = [row for row in rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
+    print("unread half, InfiniBand, RoCE and EFA on nodes of 8 GPUs")
+    print(table(in_nodes_of_8, {"before": before_s, "now": now_s}, class_of), end="\n\n")
+    print(intervals(rows()))

@@ -144,6 +144,7 @@ def training_rows() -> Iterator[PublishedRow]:
         ranks_per_node=4,
         nics_per_node=2,
         across=Link(latency_s=0.0, bytes_per_s=12.5e9),
+        transport=Nccl(inside="nvlink", generation="volta", fabric="ib"),
     )
     work = work_of(network("resnet50"), batch_size=32, images_per_s=1200.0)
     found = simulate(work, sony, CommPlan(num_buckets=1), itemsize=2, algorithm="two_level")
