@@ -10,6 +10,7 @@ The low tensor keeps its identity and its place in the optimizer's `param_groups
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
@@ -346,11 +346,12 @@ def _is_reparametrised(module: nn.Module) -> bool:
 
 
 def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    metrics = sys.modules.get("torchmetrics")  # a module that is a metric has imported it
     seen: set[int] = set()
     stack = [module]
     while stack:
         current = stack.pop()
-        if id(current) in seen or isinstance(current, Metric):
+        if id(current) in seen or (metrics is not None and isinstance(current, metrics.Metric)):
             continue
         seen.add(id(current))
         yield current

@@ -24,31 +24,29 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch.distributed
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from lightning.fabric import Fabric
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import DistError
 
-from lightning_hybrid.checkpoint.file import CheckpointWriteError
-from lightning_hybrid.strategy.rendezvous import RendezvousError
 from recipes.cli.command_line import bridge_hydra_versions
 from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.cli.usage import UsageError, command
 from recipes.cli.world import accumulation, slurm_started_us, steps_between_questions, world_from_launcher
 
-KNOWN_ERRORS = (ValueError, TypeError, OSError, MisconfigurationException, HydraException, OmegaConfBaseException)
-"""Errors whose message says what is wrong without their name."""
+if TYPE_CHECKING:  # a command that does not train starts without Lightning, which takes seconds to import
+    import lightning.pytorch as pl
+    from lightning.fabric import Fabric
 
-RUNTIME_ERRORS = (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError)
-"""Errors of a run that end it in one message; a ValueError if it is about what was given."""
+KNOWN_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
+"""Errors whose message says what is wrong without their name; Lightning's `MisconfigurationException` is one more."""
+
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Where launchers say a rank, in Lightning's order."""
 
 OWN_MESSAGE = re.compile(r"(\[Errno \d+\] )?`[^`]+`( and `[^`]+`)? (\(=|must|is not known|was not written)")
 
@@ -99,7 +97,9 @@ def register_resolvers() -> None:
 
 def is_rank_zero() -> bool:
     """Whether this process is rank zero, by what its launcher says; true where there is none."""
-    return getattr(rank_zero_only, "rank", 0) == 0
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")  # knows more once a trainer is there
+    known = getattr(getattr(lightning, "rank_zero_only", None), "rank", None)
+    return (int(next((os.environ[name] for name in RANKS if name in os.environ), 0)) if known is None else known) == 0
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -145,7 +145,8 @@ def message_of(error: Exception) -> str:
     if isinstance(cause, DistError):
         return f"{NOT_TOGETHER}: {text.partition(chr(10))[0]}"
     if OWN_MESSAGE.match(text) is None:  # an error of torch, Lightning or the system
-        text = text if isinstance(cause, KNOWN_ERRORS) and text else f"{type(cause).__name__}: {text}"
+        is_known = isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
+        text = text if is_known and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
     return text + (f" [{key}]" if key else "")
 
@@ -191,9 +192,14 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
     Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
     we, find wrong with the configuration only while it runs ends in one message, as in `short_errors`.
     """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+    from lightning_hybrid.checkpoint.file import CheckpointWriteError
+    from lightning_hybrid.strategy.rendezvous import RendezvousError
+
     ignore_lightning_warnings()
     hydra = HydraConfig.get()
-    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[pl.Trainer | Fabric](), 1
+    before, argv, trainers, exit_code = dict(os.environ), sys.argv, list[Any](), 1
     # Lightning starts the other ranks by this command line: without it each would run the whole sweep.
     sys.argv = [argv[0], *command_of_this_job()]
     # Lightning gives this, and not the directory of a sweep, to the ranks it starts.
@@ -211,7 +217,8 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         if is_rank_zero():
             print(f"to go on: the same command with hydra.run.dir={hydra.runtime.output_dir} resume=auto", flush=True)
         raise
-    except RUNTIME_ERRORS as error:
+    # Errors of a run that end it in one message; a ValueError if it is about what was given.
+    except (MisconfigurationException, ValueError, RendezvousError, CheckpointWriteError, DistError) as error:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:  # not about what was given: where matters
             raise
@@ -247,6 +254,8 @@ def finish(exit_code: int) -> None:
             with tempfile.TemporaryFile(dir=folder) as probe:  # from 0.31 on W&B itself says nothing of a full disk
                 probe.write(bytes(2**16))
     except OSError as error:
+        from lightning.pytorch.utilities import rank_zero_warn
+
         rank_zero_warn(
             f"W&B's files of this run are not whole ({error.strerror}): `wandb sync` will send what is there. "
             "curves.json of the run directory, or the report of a resumed run, has what was logged."

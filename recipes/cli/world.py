@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 
-from lightning_hybrid.data import batch_size_per_rank
 from recipes.cli.preflight import check_place, whole_number
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 def slurm_started_us() -> bool:
@@ -139,6 +140,8 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
     >>> batch_line(65536, 256, 2)
     'batch: 65536 images = 256 ranks x 2 batches of 128; BatchNorm sees 128 at a time'
     """
+    from lightning_hybrid.data import batch_size_per_rank  # here: it imports Lightning, and not every command needs it
+
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
     dealt = f"{world_size} ranks x {accumulate_grad_batches} batch{'es' if accumulate_grad_batches > 1 else ''}"

@@ -6,10 +6,10 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 
 
@@ -23,7 +23,7 @@ def environment(code_dir: Path | None = None) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        "lightning": version("lightning"),
         "commit": None if state is None else state["commit"] + ("+" if state["is_dirty"] else ""),
         "system": platform.system() + " " + platform.release(),
         "num_cores": os.cpu_count(),
