@@ -7,14 +7,33 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.planning.workload import StepWorkload
 
 FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
+
+
+class WithoutValues(TorchFunctionMode):
+    """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
+
+    >>> with WithoutValues():
+    ...     nn.Linear(2, 3).weight.device
+    device(type='meta', index=None)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out what fills a tensor at random."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("normal_", "uniform_", "trunc_normal_") or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        with torch.device("meta"):
+            return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -14,6 +13,7 @@ from lightning_hybrid.planning.memory import HALF_PRECISIONS, USABLE_SHARE, Memo
 from recipes.cli.markdown import markdown_table
 from recipes.planning.activations import has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.layers import WithoutValues
 from recipes.planning.parallelism import PipelineChoice
 from recipes.planning.scenario import Scenario
 
@@ -39,7 +39,7 @@ class MemoryReport:
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig) -> MemoryReport:
         """Measure the activations of a step on the meta device, and count the rest."""
-        with torch.device("meta"):
+        with WithoutValues():
             model = instantiate(cfg.model)
         state = StateBytes.of(
             precision=cfg.precision,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -20,7 +19,7 @@ from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_bu
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.ranges import CountOrZero
-from recipes.planning.layers import Layer, layers_of, measured_work, work_of
+from recipes.planning.layers import Layer, WithoutValues, layers_of, measured_work, work_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
         measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
     rate = 0.0 if measured else rate_of(cfg, HydraConfig.get().runtime.choices["model"])
     # Shapes suffice: no memory for the weights of a large network.
-    with torch.device("meta"):
+    with WithoutValues():
         model = instantiate(cfg.model)
     return Scenario(
         layers=tuple(layers_of(model, list(cfg.image_shape))),
