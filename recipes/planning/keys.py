@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.node_wire import WireName
 from lightning_hybrid.planning.simulate import Jitter
 from recipes.cli.ranges import Count, NotNegative, Positive
@@ -31,6 +32,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "num_columns": Count | None,
     "jitter": Jitter,
     "num_steps": Count,
+    "failures": Failures,
     "epochs": Positive,
     "images_per_epoch": Count,
     "scaling_ranks": list[Count] | None,
@@ -41,6 +43,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "cluster.links": Cluster,
     "cluster.on_cuda": bool,
     "cluster.images_per_s": dict[str, Positive],
+    "cluster.peak_flops": Positive | None,
     "cluster.input_images_per_s": Positive | None,
     "cluster.gpu_memory_bytes": Positive | None,
     "cluster.watts_per_node": Positive | None,

@@ -17,9 +17,10 @@ from lightning_hybrid.planning.compression import BYTES, average_s, with_average
 from lightning_hybrid.planning.node_wire import NodeWire, WireName
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
+from lightning_hybrid.planning.uncertainty import bounds
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.ranges import CountOrZero
-from recipes.planning.layers import Layer, WithoutValues, layers_of, measured_work, work_of
+from recipes.planning.layers import Layer, WithoutValues, flops_per_image, layers_of, measured_work, work_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Scenario:
     num_steps: int = 1
     comm_dtype_across_nodes: WireName | None = None
     sync_across_nodes_every: int = 1
+    is_rate_estimated: bool = False
 
     @property
     def wire(self) -> NodeWire | None:
@@ -114,6 +116,18 @@ class Scenario:
             return outcome
         return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
 
+    def bounds(self) -> tuple[Scenario, Scenario] | None:
+        """Return the scenario between whose steps 80 % of measured ones are expected; None: nothing is known."""
+        found = bounds(self.cluster)
+        if found is None:
+            return None
+        shares = (MOST_SHARE, LEAST_SHARE) if self.is_rate_estimated else (PEAK_SHARE, PEAK_SHARE)
+        fast, slow = (
+            replace(self, cluster=cluster, images_per_s=self.images_per_s * share / PEAK_SHARE)
+            for cluster, share in zip(found, shares, strict=True)
+        )
+        return fast, slow
+
     def at(self, num_ranks: int) -> Scenario:
         """Return the scenario with this number of ranks: whole nodes, or part of one."""
         per_node = min(self.cluster.ranks_per_node, num_ranks)
@@ -121,19 +135,26 @@ class Scenario:
         return replace(self, cluster=cluster)
 
 
-def rate_of(cfg: DictConfig, model_name: str) -> float:
-    """Return images per second of one device alone.
+# Of a device's peak in training: the descriptions of conf/cluster with a rate and a peak reach 0.18 to 0.27.
+PEAK_SHARE, LEAST_SHARE, MOST_SHARE = 0.2, 0.13, 0.27
+
+
+def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
+    """Return images per second of one device alone, and whether it is an estimate from the peak; `flops` of an image.
 
     Raises:
-        ValueError: It is nowhere given.
+        ValueError: It is nowhere given, and no peak is.
     """
     rate = cfg.images_per_s if cfg.images_per_s is not None else cfg.cluster.images_per_s.get(model_name)
+    if rate is None and cfg.cluster.peak_flops is not None and flops:
+        return PEAK_SHARE * cfg.cluster.peak_flops / flops, True
     if rate is None:
         raise ValueError(
             f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={model_name}. It is what "
-            "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>."
+            "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>, or "
+            "cluster.peak_flops=<FLOP/s> for an estimate."
         )
-    return float(rate)
+    return float(rate), False
 
 
 def scenario_of(cfg: DictConfig) -> Scenario:
@@ -141,13 +162,16 @@ def scenario_of(cfg: DictConfig) -> Scenario:
     measured = None
     if cfg.profile is not None:
         measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
-    rate = 0.0 if measured else rate_of(cfg, HydraConfig.get().runtime.choices["model"])
     # Shapes suffice: no memory for the weights of a large network.
     with WithoutValues():
         model = instantiate(cfg.model)
+    layers = tuple(layers_of(model, list(cfg.image_shape)))
+    name = HydraConfig.get().runtime.choices["model"]
+    rate, is_estimate = (0.0, False) if measured else rate_of(cfg, name, flops_per_image(layers))
     return Scenario(
-        layers=tuple(layers_of(model, list(cfg.image_shape))),
+        layers=layers,
         images_per_s=rate,
+        is_rate_estimated=is_estimate,
         measured=measured,
         batch_size_per_rank=cfg.batch_size_per_rank,
         input_images_per_s=cfg.cluster.input_images_per_s,

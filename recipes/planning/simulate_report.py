@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
+from lightning_hybrid.planning.failures import SHARES, Failures
 from lightning_hybrid.planning.plan_search import (
     CLEARLY_LESS,
     CLEARLY_LESS_BY_HIERARCHY,
@@ -26,10 +28,11 @@ from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
-from recipes.planning.scenario import Scenario, Search
+from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, Search
 
 QUANTILES = (0.5, 0.9, 0.99)
 IMAGENET = 1_281_167  # training images
+NO_MATTER = 0.005  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class SimulationReport:
     images_per_epoch: int
     watts_per_node: float | None
     price_per_node_hour: float | None
+    failures: Failures
 
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig) -> SimulationReport:
@@ -85,6 +89,7 @@ class SimulationReport:
             images_per_epoch=cfg.images_per_epoch,
             watts_per_node=cfg.cluster.watts_per_node,
             price_per_node_hour=cfg.cluster.price_per_node_hour,
+            failures=instantiate(cfg.failures),
         )
 
     def numbers(self) -> dict[str, float]:
@@ -117,18 +122,7 @@ class SimulationReport:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
         scenario, outcome, found = self.scenario, self.outcome, self.numbers()
         cluster = scenario.cluster
-        unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
-        dataset = f"{self.images_per_epoch:,} images" + (" (ImageNet)" if self.images_per_epoch == IMAGENET else "")
-        costs = [f"{found['run_kwh']:,.3g} kWh"] if "run_kwh" in found else []
-        if "run_price" in found:
-            costs.append(f"cost {found['run_price']:,.2f} at {self.price_per_node_hour:g} per node and hour")
-        lines = [
-            f"{cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}), "
-            f"{scenario.global_batch_size:,} images a step: a step takes {time_text(outcome.step_s)}, of which "
-            f"{time_text(found['exposed_s'])} are spent waiting for gradients; {found['images_per_s']:,.0f} images/s, "
-            f"efficiency {outcome.efficiency:.1%}.",
-            f"{self.epochs:g} epochs of {dataset} take {' and '.join([time_text(3600 * found['run_hours']), *costs])}.",
-        ]
+        lines = [*self._run(found), self._limit(found)]
         if self.candidates:
             lines.append(self._best_plan())
         if self.compression is not None:
@@ -145,12 +139,106 @@ class SimulationReport:
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
             lines.append(what_pays(self.pipelines, outcome.step_s))
+        lines.append(self._how_sure())
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
             lines.append(f"Not measured, but assumed by {self.about}; give yours where it differs:\n  {words}")
         if self.price_per_node_hour is None:
             lines.append("For a price give cluster.price_per_node_hour=<price>.")
         return "\n".join(lines)
+
+    @cached_property
+    def step_bounds_s(self) -> tuple[float, float] | None:
+        """Times between which 80 % of measured steps are expected; None: unknown."""
+        both = self.scenario.bounds()
+        return None if both is None else (both[0].run().step_s, both[1].run().step_s)
+
+    def with_failures(self, *, elastic: bool = False) -> dict[str, float]:
+        """Return expected seconds of the run with start-up and failures, and between what 80 % of runs lie.
+
+        The shorter end has the shorter steps and few failures, the longer end the longer steps and many.
+        """
+        num_steps = self.epochs * self.images_per_epoch / self.scenario.global_batch_size
+        gpus, failures = self.scenario.cluster.world_size, self.failures
+        bounds_s = self.step_bounds_s or (self.outcome.step_s, self.outcome.step_s)
+        times_s = [failures.simulated_s(num_steps * step_s, gpus, elastic=elastic) for step_s in bounds_s]
+        low, high = (each[int(share * len(each))] for each, share in zip(times_s, SHARES, strict=True))
+        work_s = num_steps * self.outcome.step_s
+        mean_s = (failures.elastic_s if elastic else failures.restarted_s)(work_s, gpus)
+        return {
+            "run_s": failures.start_s + mean_s,
+            "run_s_quantile_0.1": failures.start_s + low,
+            "run_s_quantile_0.9": failures.start_s + high,
+        }
+
+    def _run(self, found: Mapping[str, float]) -> list[str]:
+        # How long and how much; then what failures have to do with it.
+        scenario, failures, gpus = self.scenario, self.failures, self.scenario.cluster.world_size
+        cluster, work_s = scenario.cluster, 3600 * found["run_hours"]
+        what = f"{self.epochs:g} epochs of {self.images_per_epoch:,} images"
+        what += " (ImageNet)" * (self.images_per_epoch == IMAGENET)
+        unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (gpus > 1)
+        run = self.with_failures()
+        run_s, low_s, high_s = run.values()
+        known = "" if self.step_bounds_s else ", of failures alone"
+        costs = ""
+        for rate, name in ((self.price_per_node_hour, "cost"), (self.watts_per_node, "kWh")):
+            if rate is not None:
+                each, low, high = (cluster.num_nodes * rate * time_s / 3600 for time_s in (run_s, low_s, high_s))
+                if name == "kWh":
+                    costs += f"; {each / 1e3:,.3g} kWh"
+                else:
+                    costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate:g} per node and hour"
+        lines = [
+            f"{what} on {gpus:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): {_days(run_s)} with start and failures (80 % of runs: "
+            f"{_days(low_s)} to {_days(high_s)}{known}), {_days(work_s)} without{costs}."
+        ]
+        every = max(1, round(failures.interval_s(gpus) / self.outcome.step_s))
+        elastic_s = self.with_failures(elastic=True)["run_s"]
+        lost = 1 - (work_s + failures.start_s) / run_s
+        text = f"A failure every {_days(failures.between_s(gpus))} on average"
+        if work_s < failures.interval_s(gpus) or lost < NO_MATTER:
+            lines.append(f"{text}: for this run failures do not matter ({lost:.1%}); save as often as you like.")
+        else:
+            lines.append(
+                f"{text}, and checkpoints, cost {lost:.1%} of the time with one every "
+                f"{time_text(failures.interval_s(gpus))} (Daly 2006): callbacks.last.every_n_train_steps={every}; an "
+                f"elastic run takes {_days(elastic_s)}."
+            )
+        return lines
+
+    def _limit(self, found: Mapping[str, float]) -> str:
+        scenario, outcome = self.scenario, self.outcome
+        input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
+        is_waiting = outcome.step_s > 2 * outcome.alone_s
+        limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
+        ends_s = self.step_bounds_s
+        between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
+        return (
+            f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
+            f"{time_text(outcome.step_s)}{between}, of which {time_text(exposed_s)} are spent waiting for "
+            f"gradients; {found['images_per_s']:,.0f} images/s, efficiency {outcome.efficiency:.1%}."
+        )
+
+    def _how_sure(self) -> str:
+        scenario, cluster = self.scenario, self.scenario.cluster
+        rate = ""
+        if scenario.is_rate_estimated:
+            rate = (
+                f" images_per_s is estimated: {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
+                "inside the interval); measure it first."
+            )
+        if cluster.num_nodes == 1:
+            return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
+        if self.step_bounds_s is None:
+            return (
+                "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
+                f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+            )
+        return (
+            "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
+            f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+        )
 
     def _best_plan(self) -> str:
         best, scenario, others = self.candidates[0], self.scenario, ""
@@ -169,6 +257,13 @@ class SimulationReport:
             return (
                 f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
             )
+        ends_s = self.step_bounds_s
+        if scenario.cluster.num_nodes > 1 and scenario.on_cuda and (ends_s is None or best.step_s >= ends_s[0]):
+            why = "its interval is unknown" if ends_s is None else "within the interval of the configured plan's step"
+            return (
+                f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, {why}{others}. Keep the "
+                "default."
+            )
         run_s = self.epochs * self.images_per_epoch / scenario.global_batch_size * best.step_s
         calm = "" if scenario.jitter == NO_JITTER else " without jitter"
         return (
@@ -179,15 +274,10 @@ class SimulationReport:
         )
 
     def printed(self) -> str:
-        """Format what is printed: the answer, the curve around the ranks asked for, the best plan of each algorithm."""
+        """Format what is printed: the answer, and the curve around the ranks asked for."""
         asked = self.scenario.cluster.world_size
         near = [each for each in self.curve if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked]
-        best_of: dict[str, Candidate] = {}
-        for candidate in self.candidates:
-            best_of.setdefault(str(candidate).partition(",")[0], candidate)
-        tables = [curve_table(near)] if near else []
-        tables += [plan_table(tuple(best_of.values()), len(best_of))] if best_of else []
-        return "\n\n".join([self.answer(), *tables])
+        return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
 
     def markdown(self) -> str:
         """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
@@ -334,6 +424,17 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
         for c in shown
     ]
     return "\n".join(lines)
+
+
+def _days(seconds: float) -> str:
+    """Format the time of a run; infinite where it never ends.
+
+    >>> _days(60.0), _days(3 * 86400.0), _days(float("inf"))
+    ('60 s', '3 days', 'no end')
+    """
+    if seconds == float("inf"):
+        return "no end"
+    return f"{seconds / 86400:,.3g} days" if seconds >= 2 * 86400 else time_text(seconds)
 
 
 def _more(step_s: float, best_s: float) -> str:

@@ -173,11 +173,13 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
 
 
 def test_a_model_of_unknown_pace_is_refused():
-    cfg = composed("simulate", "run_dir=/nowhere", "cluster=gb200_nvl72")
-    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 72 x B200 .* for model=resnet50"):
-        rate_of(cfg, "resnet50")
+    cfg = composed("simulate", "run_dir=/nowhere", "cluster=p40_roce")
+    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 8 x Tesla P40 .* for model=alexnet"):
+        rate_of(cfg, "alexnet", 10**9)
+    cfg.cluster.peak_flops = 1e12
+    assert rate_of(cfg, "alexnet", 10**9) == (200.0, True)
     cfg.images_per_s = 3
-    assert rate_of(cfg, "resnet50") == 3.0
+    assert rate_of(cfg, "alexnet", 10**9) == (3.0, False)
 
 
 def test_the_plan_of_the_configuration_is_the_librarys():
@@ -191,7 +193,7 @@ def test_every_described_cluster_can_be_planned_for(name):
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
     cfg.num_nodes = 4
     rates = {"images_per_s", "input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour"}
-    assert {"about", "links", "on_cuda", "num_nodes"} | rates == set(cfg)
+    assert {"about", "links", "on_cuda", "num_nodes"} | rates == set(cfg) - {"peak_flops"}
     found = instantiate(cfg.links)
     outcome = scenario(cluster=found, on_cuda=cfg.on_cuda).run()
     assert 0 < outcome.efficiency < 1
