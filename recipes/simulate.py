@@ -8,6 +8,7 @@ from recipes.cli import config_check, launch
 from recipes.cli.results import config_and_folder
 from recipes.planning import simulate_report
 from recipes.planning.keys import SIMULATE_KEYS
+from recipes.planning.run_time import comparison
 from recipes.planning.scenario import scenario_of
 
 launch.register_resolvers()
@@ -18,6 +19,9 @@ def main(cfg: DictConfig) -> None:
     """Simulate; print the answer; write `simulate.json`, `table.md`, two pictures and `trace/rank-0.json`."""
     with launch.short_errors():
         config_check.check(cfg, SIMULATE_KEYS)
+        if cfg.compare:
+            print(comparison(cfg))
+            return
         found = simulate_report.SimulationReport.of(scenario_of(cfg), cfg)
     config, folder = config_and_folder(cfg)
     found.write(folder, config)

@@ -37,6 +37,8 @@ SIMULATE_KEYS: dict[str, Any] = {
     "images_per_epoch": Count,
     "scaling_ranks": list[Count] | None,
     "search": Search | None,
+    "compare": list[str] | None,
+    "prices_per_node_hour": list[Positive] | None,
     "run_dir": str,
     "model": nn.Module,
     "cluster.about": str,

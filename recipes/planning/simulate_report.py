@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.failures import SHARES, Failures
+from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.plan_search import (
     CLEARLY_LESS,
     CLEARLY_LESS_BY_HIERARCHY,
@@ -27,6 +27,7 @@ from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
+from recipes.planning.run_time import RunTime, days
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, Search
 
@@ -116,13 +117,17 @@ class SimulationReport:
             "run_hours": totals.pop("run_hours"),
             "training_flops_per_image": float(flops_per_image(scenario.layers)),
             **totals,
+            "run_with_failures_s": self.run.run_s,
+            "run_with_failures_s_quantile_0.1": self.run.low_s,
+            "run_with_failures_s_quantile_0.9": self.run.high_s,
+            "elastic_run_s": self.run.elastic_s,
         }
 
     def answer(self) -> str:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
         scenario, outcome, found = self.scenario, self.outcome, self.numbers()
         cluster = scenario.cluster
-        lines = [*self._run(found), self._limit(found)]
+        lines = [*self._run(), self._limit(found)]
         if self.candidates:
             lines.append(self._best_plan())
         if self.compression is not None:
@@ -148,71 +153,49 @@ class SimulationReport:
         return "\n".join(lines)
 
     @cached_property
-    def step_bounds_s(self) -> tuple[float, float] | None:
-        """Times between which 80 % of measured steps are expected; None: unknown."""
-        both = self.scenario.bounds()
-        return None if both is None else (both[0].run().step_s, both[1].run().step_s)
-
-    def with_failures(self, *, elastic: bool = False) -> dict[str, float]:
-        """Return expected seconds of the run with start-up and failures, and between what 80 % of runs lie.
-
-        The shorter end has the shorter steps and few failures, the longer end the longer steps and many.
-        """
+    def run(self) -> RunTime:
+        """The run with start, checkpoints and failures."""
         num_steps = self.epochs * self.images_per_epoch / self.scenario.global_batch_size
-        gpus, failures = self.scenario.cluster.world_size, self.failures
-        bounds_s = self.step_bounds_s or (self.outcome.step_s, self.outcome.step_s)
-        times_s = [failures.simulated_s(num_steps * step_s, gpus, elastic=elastic) for step_s in bounds_s]
-        low, high = (each[int(share * len(each))] for each, share in zip(times_s, SHARES, strict=True))
-        work_s = num_steps * self.outcome.step_s
-        mean_s = (failures.elastic_s if elastic else failures.restarted_s)(work_s, gpus)
-        return {
-            "run_s": failures.start_s + mean_s,
-            "run_s_quantile_0.1": failures.start_s + low,
-            "run_s_quantile_0.9": failures.start_s + high,
-        }
+        return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.failures)
 
-    def _run(self, found: Mapping[str, float]) -> list[str]:
+    def _run(self) -> list[str]:
         # How long and how much; then what failures have to do with it.
-        scenario, failures, gpus = self.scenario, self.failures, self.scenario.cluster.world_size
-        cluster, work_s = scenario.cluster, 3600 * found["run_hours"]
+        failures, cluster, run = self.failures, self.scenario.cluster, self.run
         what = f"{self.epochs:g} epochs of {self.images_per_epoch:,} images"
         what += " (ImageNet)" * (self.images_per_epoch == IMAGENET)
-        unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (gpus > 1)
-        run = self.with_failures()
-        run_s, low_s, high_s = run.values()
-        known = "" if self.step_bounds_s else ", of failures alone"
+        unit = ("GPU" if self.scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
+        known = "" if run.step_bounds_s else ", of failures alone"
         costs = ""
-        for rate, name in ((self.price_per_node_hour, "cost"), (self.watts_per_node, "kWh")):
-            if rate is not None:
-                each, low, high = (cluster.num_nodes * rate * time_s / 3600 for time_s in (run_s, low_s, high_s))
-                if name == "kWh":
-                    costs += f"; {each / 1e3:,.3g} kWh"
-                else:
-                    costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate:g} per node and hour"
-        lines = [
-            f"{what} on {gpus:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): {_days(run_s)} with start and failures (80 % of runs: "
-            f"{_days(low_s)} to {_days(high_s)}{known}), {_days(work_s)} without{costs}."
-        ]
-        every = max(1, round(failures.interval_s(gpus) / self.outcome.step_s))
-        elastic_s = self.with_failures(elastic=True)["run_s"]
-        lost = 1 - (work_s + failures.start_s) / run_s
-        text = f"A failure every {_days(failures.between_s(gpus))} on average"
-        if work_s < failures.interval_s(gpus) or lost < NO_MATTER:
-            lines.append(f"{text}: for this run failures do not matter ({lost:.1%}); save as often as you like.")
+        if self.price_per_node_hour is not None:
+            each, low, high = run.costs(cluster.num_nodes * self.price_per_node_hour / 3600)
+            rate = f"{self.price_per_node_hour:g} per node and hour"
+            costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
+        if self.watts_per_node is not None:
+            energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * self.watts_per_node / 3.6e6)]
+            costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
+        between_s, every_s = failures.between_s(cluster.world_size), failures.interval_s(cluster.world_size)
+        lost, text = 1 - run.work_s / (run.run_s - failures.start_s), f"A failure every {days(between_s)} on average"
+        if run.work_s < every_s or lost < NO_MATTER:
+            text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
         else:
-            lines.append(
-                f"{text}, and checkpoints, cost {lost:.1%} of the time with one every "
-                f"{time_text(failures.interval_s(gpus))} (Daly 2006): callbacks.last.every_n_train_steps={every}; an "
-                f"elastic run takes {_days(elastic_s)}."
+            steps = max(1, round(every_s / self.outcome.step_s))
+            text += (
+                f", with checkpoints, costs {lost:.1%}; best is one every {time_text(every_s)} (Daly 2006): "
+                f"callbacks.last.every_n_train_steps={steps}. An elastic run takes {days(run.elastic_s)}."
             )
-        return lines
+        return [
+            f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
+            f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
+            f"{days(run.high_s)}{known}), {days(run.work_s)} without{costs}.",
+            text,
+        ]
 
     def _limit(self, found: Mapping[str, float]) -> str:
         scenario, outcome = self.scenario, self.outcome
         input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
         is_waiting = outcome.step_s > 2 * outcome.alone_s
         limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
-        ends_s = self.step_bounds_s
+        ends_s = self.run.step_bounds_s
         between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
         return (
             f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
@@ -230,7 +213,7 @@ class SimulationReport:
             )
         if cluster.num_nodes == 1:
             return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
-        if self.step_bounds_s is None:
+        if self.run.step_bounds_s is None:
             return (
                 "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
                 f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
@@ -257,7 +240,7 @@ class SimulationReport:
             return (
                 f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
             )
-        ends_s = self.step_bounds_s
+        ends_s = self.run.step_bounds_s
         if scenario.cluster.num_nodes > 1 and scenario.on_cuda and (ends_s is None or best.step_s >= ends_s[0]):
             why = "its interval is unknown" if ends_s is None else "within the interval of the configured plan's step"
             return (
@@ -424,17 +407,6 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
         for c in shown
     ]
     return "\n".join(lines)
-
-
-def _days(seconds: float) -> str:
-    """Format the time of a run; infinite where it never ends.
-
-    >>> _days(60.0), _days(3 * 86400.0), _days(float("inf"))
-    ('60 s', '3 days', 'no end')
-    """
-    if seconds == float("inf"):
-        return "no end"
-    return f"{seconds / 86400:,.3g} days" if seconds >= 2 * 86400 else time_text(seconds)
 
 
 def _more(step_s: float, best_s: float) -> str:

@@ -78,10 +78,21 @@ def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
     ask = ["cluster=cloud_25gbe", "num_nodes=3", "cluster.links.ranks_per_node=4", "cluster.price_per_node_hour=12"]
     found = reported(monkeypatch, *ask)
     answer, *tables = found.printed().split("\n\n")
-    assert answer.startswith("12 GPUs (3 x 4), 768 images a step: ")
-    assert f" and cost {found.numbers()['run_price']:.2f} at 12 per node and hour." in answer
-    assert len(answer.splitlines()) <= 8
-    assert sum(len(table.splitlines()) for table in tables) <= 25
+    assert answer.startswith("90 epochs of 1,281,167 images (ImageNet) on 12 GPUs (3 x 4): ")
+    assert f"; cost {found.run.costs(3 * 12 / 3600)[0]:,.2f} (" in answer.splitlines()[0]
+    starts = [
+        "90 epochs",
+        "A failure every",
+        "What limits is",
+        "",
+        "Fewer bits",
+        "A GPU needs",
+        "Data",
+        "How sure: ",
+        "Not",
+    ]
+    assert all(line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False))
+    assert len(found.printed().splitlines()) <= 23  # and two lines of where it is written
     shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
     assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
     whole = found.markdown()
