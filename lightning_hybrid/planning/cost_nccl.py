@@ -161,15 +161,15 @@ class Nccl:
             return Cost()
         channels = self.channels or (num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node))
         job = _Job(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
-        found = [
+        found: list[tuple[NcclAlgorithm, int]] = [
             (kind, place)
             for kind in ([algorithm] if algorithm else self.available)
             if _is_possible(kind, num_nodes, ranks_per_node)
             for place in self._protocols(num_bytes, kind, num_nodes)
         ]
         planned = None if algorithm else self._choice_of_plugin(job)
-        chosen = planned or min(found, key=lambda pair: self._cost(*pair, job, expected=True).total_s)
-        return self._cost(*chosen, job, expected=False)
+        chosen = planned or min(found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s)
+        return self._cost(chosen[0], chosen[1], job, expected=False)
 
     def _choice_of_plugin(self, job: _Job) -> tuple[NcclAlgorithm, int] | None:
         if self.plugin is None or job.ranks_per_node != 8 or job.num_nodes == 1:

@@ -11,7 +11,7 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 
 FAST, SLOW = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=1e-4, bytes_per_s=1e8)
 FREE_GLOO = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0)
-NCCL = Nccl(inside="nvlink")
+NCCL = Nccl(inside="nvlink", payload_share=1.0)
 
 BYTES = st.just(0.0) | st.floats(1.0, 1e9)  # the smallest floats there are have few digits
 NODES, RANKS = st.integers(1, 300), st.integers(1, 16)

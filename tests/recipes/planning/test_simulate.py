@@ -118,18 +118,24 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("given", "words"),
     [
+        ([], r"\nEqual, as far as is known: two_level, .* its interval is unknown, .* Keep the default\.\n"),
         (
-            "cloud_25gbe",
+            ["generation=ampere"],
+            r"\nEqual, .*, within the interval of the configured plan's step, .* Keep the default\.\n",
+        ),
+        (
+            ["generation=ampere", "fabric=roce"],
             r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level",
         ),
-        ("cloud_100gbe", r"None of .* saves 1% over the configured one \(two_level, .* may cost as much\)\."),
     ],
+    ids=["never-measured", "within", "beyond"],
 )
-def test_the_answer_recommends_a_hierarchy_where_a_run_would_choose_one(monkeypatch, cluster, words):
-    """It has to save a twentieth over all that is flat, the configured plan too: at 100 Gbit/s it saves 3 %."""
-    ask = [f"cluster={cluster}", "num_nodes=2", "scaling_ranks=[]", "images_per_s=20000"]
+def test_the_answer_recommends_a_hierarchy_where_it_saves_more_than_the_interval(monkeypatch, given, words):
+    """On V100 over TCP nothing is known; on A100 the interval is wide over TCP, and narrow over RoCE."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=2", "scaling_ranks=[]", "images_per_s=20000"]
+    ask += [f"cluster.links.transport.{each}" for each in given]
     assert re.search(words, reported(monkeypatch, *ask).answer())
 
 
@@ -273,8 +279,8 @@ def test_a_measured_profile_is_what_is_planned_with(tmp_path):
 
 
 def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
-    """1,024 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
-    slow = scenario(cluster=cluster_of("p40_roce", 128), images_per_s=2180.0)
+    """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
+    slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
     found = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
     assert [candidate.step_s for candidate in found] == sorted(candidate.step_s for candidate in found)
     assert found[0].plan.algorithm == "two_level"
@@ -329,12 +335,12 @@ def test_the_papers_cluster_is_as_published():
     assert found["ResNet-50, 2,048 P40: efficiency, the other"].predicted == pytest.approx(97, abs=2.0)
     assert found["ResNet-50, 2,048 P40: efficiency, one account"].ratio > 1.1
     assert found["resnet101, 512 Pascal: efficiency"].predicted == pytest.approx(90, abs=2.0)
-    assert found["5 x 8 H100, 4 x 400G, ring, 1 GiB"].ratio == pytest.approx(1.0, abs=0.05)
+    assert found["5 x 8 H100, 4 x 400G, ring, 1 GiB"].ratio == pytest.approx(1.0, abs=0.06)
 
 
 def test_published_rows_are_as_recorded():
     """The record shows what the model says today, the bad rows included."""
-    _, *content = map(json.loads, (RECORDS / "2026-11-23_check_published" / "rows.jsonl").read_text().splitlines())
+    _, *content = map(json.loads, (RECORDS / "2026-11-26_check_published" / "rows.jsonl").read_text().splitlines())
     now = published_rows()
     assert [row["what"] for row in content] == [row.what for row in now]
     assert [row["predicted"] for row in content] == pytest.approx([row.predicted for row in now], rel=1e-6)
