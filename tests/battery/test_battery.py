@@ -43,7 +43,7 @@ def references(rank_pool):
     return reference
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "world", "precision"), list(rows()))
 def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name, world, precision):
     kind, reference = case.rows()[name], references(name, world)

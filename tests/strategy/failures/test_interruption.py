@@ -64,7 +64,7 @@ def signalled(rank, number, folder=None, stops=False, stops_alone=False):
     return end, messages
 
 
-@pytest.mark.slow
+@pytest.mark.long  # in fresh processes the other rank waits for its group's timeout of 45 s: these live on
 def test_sigterm_to_a_rank_above_zero_ends_all_and_is_named(two_ranks):
     (first, _), (second, _) = two_ranks.run(signalled, 1, signal.SIGTERM, None, False, True)
     assert second.startswith("SIGTERMException")
