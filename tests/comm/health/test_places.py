@@ -1,7 +1,5 @@
 """Errors of communication say on which host a rank is."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
