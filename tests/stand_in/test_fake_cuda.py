@@ -83,7 +83,7 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, 
     True comes with the checkpoint of a CPU; asked for on CUDA, it is refused.
     """
     numbers = []
-    for shapes in (SHAPES[-20:], SHAPES):
+    for shapes in (SHAPES[-20:], SHAPES[-60:]):
         optimizer = recipe(LAMB, shapes)
         for group in optimizer.param_groups:
             group["fused"] = fused
@@ -95,7 +95,7 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, 
     assert not list(recwarn)
     num_selections = 3 if precision == "fp16" else 0  # a tensor: the weight and both moments
     assert numbers[0] <= 130 + 20 * num_selections
-    assert numbers[1] - numbers[0] == num_selections * (len(SHAPES) - 20)
+    assert numbers[1] - numbers[0] == num_selections * 40
     with pytest.raises(ValueError, match=r"`fused` \(=True\) needs parameters on cpu or meta, not on `cuda:0`.*LAMB"):
         LAMB([parameter(8, 4)], lr=0.1, fused=True)
 
