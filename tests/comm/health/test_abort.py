@@ -15,10 +15,14 @@ def aborting(do):
     return type("Aborting", (), {"abort": lambda self: do()})()
 
 
+def gone():
+    raise RuntimeError("it is gone")
+
+
 def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
     started, may_end = threading.Barrier(3), threading.Event()
     groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}  # for all the others
-    groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(lambda: {}["it is gone"])}
+    groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
     began_s = time.monotonic()
     assert abort.abort_together(groups.items(), limit_s=2) == ["stuck"]
     assert time.monotonic() - began_s < 30
