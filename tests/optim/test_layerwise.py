@@ -152,7 +152,7 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
     with pytest.raises(ValueError, match=r"`params\[1\].dtype` \(=torch.complex64\) must be float16"):
         optimizer.add_param_group({"params": [*parameters((2,)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     with pytest.raises(TypeError, match="`param_group` "):
-        optimizer.add_param_group(parameters((2,)))
+        LARS(parameters((2,)), lr=0.1).add_param_group(parameters((2,)))
     assert len(optimizer.param_groups) == 1
 
 
