@@ -47,7 +47,7 @@ class Columns:
 class Seen(Columns):
     """What a fit left, and what was seen of it, on one rank."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # none after an error
     losses: list[float]  # of a `Toy`
     states: list[dict[int, dict[str, Any]]]  # of each optimizer, by number of the parameter
     global_step: int
@@ -122,7 +122,7 @@ def play(scene: dict[str, Any]) -> Seen:
             trainer.save_checkpoint(save_to)
     scale = getattr(trainer.precision_plugin, "loss_scale", None)
     return Seen(
-        weights=toy.weights(module),
+        weights={} if error else toy.weights(module),  # of a pipeline that failed no rank has them all
         losses=list(getattr(module, "losses", [])),
         states=last.states,
         global_step=trainer.global_step,
