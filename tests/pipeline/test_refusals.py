@@ -30,7 +30,6 @@ from tests.scenes import at, fit, play, same
     [
         ({"schedule": "pipedream"}, "weight stashing"),
         ({"schedule": "ZeroBubble"}, "past DistributedDataParallel"),
-        ({"schedule": "zb"}, "past DistributedDataParallel"),
         ({"schedule": "dualpipe_v"}, "past DistributedDataParallel"),
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
         ({"num_stages": 1}, "one stage is no pipeline"),
@@ -161,11 +160,22 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
             module.all_gather(torch.zeros(1))
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
-def test_a_draw_of_any_of_the_three_kinds_is_noticed(draw):
-    with random_state(7, torch.device("cpu")) as has_drawn:
-        draw()
-        assert has_drawn()
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
+def test_a_draw_of_any_of_the_three_kinds_is_noticed_and_leaves_those_outside_undisturbed(draw):
+    cpu = torch.device("cpu")
+    with random_state(1, cpu):
+        outside = [draw(), draw()]
+    with random_state(1, cpu):
+        before = draw()
+        with random_state((7, 0), cpu) as has_drawn:
+            assert not has_drawn()
+            inside = draw()
+            assert has_drawn()
+        assert [before, draw()] == outside
+    with random_state((7, 0), cpu):
+        assert draw() == inside
+    with random_state((7 + 2**40, 0), cpu):  # the generators themselves take the low 32 bits
+        assert draw() != inside
 
 
 def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
