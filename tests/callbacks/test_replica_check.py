@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.callbacks import ReplicaCheck
+from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks.replica_check import first_difference
 from lightning_hybrid.run_status import run_status
 from tests import toy
@@ -82,8 +82,9 @@ def test_the_first_difference_is_named_right_after_the_change(three_ranks):
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-def test_a_sound_run_is_bit_for_bit_what_it_is_without_the_check(two_ranks, precision):
-    ends = [fit(two_ranks, max_epochs=1, precision=precision, callbacks=c) for c in ([ReplicaCheck(3)], [])]
+def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_numbers(two_ranks, precision):
+    scene = {"max_epochs": 1, "precision": precision, "log_every_n_steps": 2}
+    ends = [fit(two_ranks, callbacks=each, **scene) for each in ([ReplicaCheck(3), NumericsMonitor()], [])]
     assert all(same(one.weights, other.weights) for one, other in zip(*ends, strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from functools import partial
 
 import lightning.pytorch as pl
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
-from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
 from tests.data.images.pictures import packed, write_root
@@ -73,12 +71,6 @@ def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
     assert not same(first, second)
     assert same(first, read(module_of(root, num_threads=1, num_batches_ahead=1).train_dataloader()))
     assert not same(first, read(module_of(root, seed=6).train_dataloader()))
-
-
-def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
-    loader = prefetch(module_of(root, num_batches_ahead=1).train_dataloader(), torch.device("cpu"))
-    next(iter(loader))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
 
 
 def by_name(module):
@@ -205,16 +197,13 @@ def test_noise_keeps_the_contract_of_the_loaders_and_has_imagenets_length_withou
 def share_of_rank(root):
     module = module_of(root)
     module.trainer = toy.trainer()
-    return [[label for _, labels in each for label in labels.tolist()] for each in loaders_of(module)]
+    loaders = module.train_dataloader(), module.val_dataloader()
+    return [[label for _, labels in each for label in labels.tolist()] for each in loaders]
 
 
-def loaders_of(module):
-    return pickle.loads(pickle.dumps([module.train_dataloader(), module.val_dataloader()]))
-
-
-def test_ranks_take_their_parts_from_the_trainer_and_loaders_survive_pickling(two_ranks, root):
+def test_ranks_take_their_parts_from_the_trainer_and_a_loader_survives_pickling(two_ranks, root):
     (train, val), (other_train, other_val) = two_ranks.run(share_of_rank, str(root))
-    alone, _ = loaders_of(module_of(root))
+    alone = pickle.loads(pickle.dumps(module_of(root).train_dataloader()))
     halves = [[*train[at : at + 4], *other_train[at : at + 4]] for at in (0, 4, 8)]
     assert halves == [labels.tolist() for _, labels in alone]
     assert sorted(val + other_val) == sorted(number % 3 for number in range(1000, 1007))
