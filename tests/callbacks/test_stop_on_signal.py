@@ -149,29 +149,31 @@ def run(folder, where, validates, limits, ckpt_path=None):
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize(
-    ("where", "validates", "limits"),
+    ("world", "where", "validates", "limits"),
     [
-        ({"step": 7}, False, {"max_epochs": 3}),
-        ({"step": 7}, False, {"max_epochs": 10, "max_steps": 24}),
-        ({"step": 7}, True, {"max_epochs": 10, "max_steps": 24}),
-        ({"in_validation": 8}, True, {"max_epochs": 3}),
+        ("one_rank", {"step": 7}, False, {"max_epochs": 3}),
+        ("one_rank", {"step": 7}, False, {"max_epochs": 10, "max_steps": 24}),
+        ("one_rank", {"step": 7}, True, {"max_epochs": 10, "max_steps": 24}),
+        ("one_rank", {"in_validation": 8}, True, {"max_epochs": 3}),
+        ("two_ranks", {"step": 3}, True, {"max_epochs": 3}),
     ],
     ids=str,
 )
 def test_a_run_that_stops_between_two_epochs_goes_on_to_the_bit_and_misses_no_batch(
-    one_rank, tmp_path, where, validates, limits
+    request, tmp_path, world, where, validates, limits
 ):
     """In Lightning's own file the epoch that is over looks begun, where `max_steps` is set and nothing is validated.
 
     `tests/data/test_resume_anywhere.py` stops at any step, for which a loader has to keep its place.
     """
-    ((whole, weights),) = one_rank.run(run, str(tmp_path), {}, validates, limits)
-    ((before, _),) = one_rank.run(run, str(tmp_path), where, validates, limits)
-    ((after, resumed),) = one_rank.run(run, str(tmp_path), {}, validates, limits, str(tmp_path / "stopped.ckpt"))
-    assert before + after == whole
-    assert len(before) == 8
-    assert whole == [(step // 8, step % 8, step) for step in range(24)]
-    assert toy.same_bits(weights, resumed)
+    ranks, path = request.getfixturevalue(world), str(tmp_path / "stopped.ckpt")
+    runs = [({}, None), (where, None), ({}, path)]
+    found = [ranks.run(run, str(tmp_path), each, validates, limits, ckpt_path) for each, ckpt_path in runs]
+    length = 8 // ranks.world_size
+    for (whole, weights), (before, _), (after, resumed) in zip(*found, strict=True):
+        assert before + after == whole == [(step // length, step % length, step) for step in range(3 * length)]
+        assert len(before) == length
+        assert toy.same_bits(weights, resumed)
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
