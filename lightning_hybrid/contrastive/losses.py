@@ -35,7 +35,9 @@ class PairLoss(nn.Module):
         ValueError: in forward: the views differ in shape, are no matrices, or have other shapes on other ranks.
     """
 
-    couples_the_batch = True  # a loss of a part of the batch is another loss: gradients do not add up over batches
+    couples_the_batch: bool = (
+        True  # a loss of a part of the batch is another loss: gradients do not add up over batches
+    )
 
     def __init__(self, *, block: int = 256) -> None:
         super().__init__()
