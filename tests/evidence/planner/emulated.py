@@ -1,17 +1,14 @@
-"""Simulator against measurements on the emulated cluster: predictions, and the fit to one record.
+"""Simulator against measurements on the emulated cluster: `python -m tests.evidence.planner.emulated`.
 
-python -m tests.evidence.planner.emulated --fit RECORD                    # parameters from one record, as YAML
-python -m tests.evidence.planner.emulated --out FOLDER --fit RECORD RECORD...   # and predictions of the others
+Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,9 @@ from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.cli.results import environment, write_json
+from tests.checkout import ROOT
 
+RECORD = ROOT / "recipes/records/simulate/2026-11-23_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
 WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
 BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
@@ -42,13 +40,13 @@ class Machine:
     `step_s`: of a rank, for Lightning's loop. `memory_bytes_per_s`: of a core's passes over memory.
     """
 
-    stage_s: float = 200e-6
-    message_s: float = 60e-6
-    segment_s: float = 40e-6
-    bytes_per_s: float = 1.5e9
-    ring_share: float = 0.85
-    step_s: float = 10e-3
-    memory_bytes_per_s: float = 10e9
+    stage_s: float
+    message_s: float
+    segment_s: float
+    bytes_per_s: float
+    ring_share: float
+    step_s: float
+    memory_bytes_per_s: float
 
     def cluster(self, setting: Setting) -> Cluster:
         """Return the cluster: all ranks of all hosts on two cores."""
@@ -210,30 +208,6 @@ def cases_of(folder: Path) -> list[MeasuredCase]:
     ]
 
 
-def error_of(machine: Machine, cases: Sequence[MeasuredCase]) -> float:
-    """Return the mean of the squares of log(predicted / measured)."""
-    return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
-
-
-def fit_machine(cases: Sequence[MeasuredCase], machine: Machine, *, num_rounds: int = 60) -> Machine:
-    """Fit the machine with the least error: one parameter after another, by steps that shrink."""
-    best, least, stride = machine, error_of(machine, cases), 0.5
-    for _ in range(num_rounds):
-        improved = False
-        for name, value in asdict(best).items():
-            for factor in (1 + stride, 1 / (1 + stride)):
-                moved = value * factor
-                if name == "ring_share":
-                    moved = min(1.0, moved)
-                tried = replace(best, **{name: moved})
-                error = error_of(tried, cases)
-                if error < least:
-                    best, least, improved = tried, error, True
-        if not improved:
-            stride /= 2
-    return best
-
-
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
@@ -301,40 +275,22 @@ def check_ranking(records: Sequence[Path], machine: Machine) -> tuple[list[Check
     found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
     pairs = ranked(found)
     wrong = [(a, b) for a, b in pairs if a.predicted_s > b.predicted_s]
-    settings = sorted({str(case.setting) for case in cases})
     content = {
-        "settings": settings,
+        "settings": sorted({str(case.setting) for case in cases}),
         "error": error_summary(found),
-        "error_by_setting": {
-            setting: error_summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
-        },
         "pairs_that_differ_by_10_percent": len(pairs),
         "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
     }
     return found, content
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--fit", type=Path, required=True, help="the record whose rows fit the parameters")
-    parser.add_argument("--out", type=Path, help="folder for table.md and check.json")
-    parser.add_argument("records", nargs="*", type=Path, help="records to predict")
-    asked = parser.parse_args()
-    machine = fit_machine(cases_of(asked.fit), Machine())
-    _, known = check_ranking([asked.fit], machine)
-    found, content = check_ranking(asked.records, machine)
-    content = {
-        "fitted_to": asked.fit.name,
-        "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],
-        "machine": asdict(machine),
-        "fit": known,
-        "predictions": content,
-    }
-    print(markdown(found), json.dumps(content, indent=1), sep="\n")
-    if asked.out:
-        write_json(asked.out / "check.json", content | {"environment": environment()})
-        (asked.out / "table.md").write_text(markdown(found) + "\n")
+def checked_again() -> tuple[dict[str, Any], list[Checked], dict[str, Any]]:
+    """Return what the record of the check says, and predictions and their summary by the simulator of today."""
+    content = json.loads((RECORD / "rows.jsonl").read_text())
+    records = [RECORD.parents[2] / path for path in content["records"]]
+    return content, *check_ranking(records, Machine(**content["machine"]))
 
 
 if __name__ == "__main__":
-    main()
+    _, found, summary = checked_again()
+    print(markdown(found), json.dumps(summary, indent=1), sep="\n")

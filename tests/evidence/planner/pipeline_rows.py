@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -11,13 +10,11 @@ import torch
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.memory import StateBytes
 from lightning_hybrid.planning.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
-from recipes.networks.alexnet import AlexNet
 from recipes.networks.resnet import ResNet
-from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.blocks import blocks_of
 from recipes.planning.layers import FORWARD_SHARE
-from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, vgg16
+from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of
 from tests.evidence.planner.published import write
-from tests.evidence.planner.unequal_replicas import best_pipeline
 
 GIB = 2**30
 SGD_FP32 = StateBytes(weights=4, gradients=4, masters=0, optimizer=4, rest=0)
@@ -74,7 +71,9 @@ P40_IMAGES_PER_S = 95.862  # ResNet-101, fp32, alone: the baseline of the same t
 
 def resnet_101_rows() -> Iterator[PublishedRow]:
     """Yield torchgpipe's speed-ups of ResNet-101 on P40s."""
-    blocks, near = known_blocks("resnet101"), cluster_of("p40_roce", 1).inside
+    with torch.device("meta"):
+        blocks = blocks_of(ResNet(depth=101), IMAGE, precision="32-true")
+    near = cluster_of("p40_roce", 1).inside
     total = sum(block.forward_flops for block in blocks)
     for num_stages, (images, num_micro, published) in RESNET_101_SPEEDUPS.items():
         each = images / num_micro
@@ -131,56 +130,9 @@ def amoebanet_rows() -> Iterator[PublishedRow]:
             )
 
 
-# ---- PipeDream's planner ---------------------------------------------------------------------------------------------
-
-PIPEDREAM = "Narayanan et al. 2019, SOSP; speed-ups recalled, not verified"
-V100_VGG_IMAGES_PER_S = 190.0  # the sum of the layers of the profile that PipeDream's repository has, 128 images
-WORKERS, TEN_GBIT_BYTES_PER_S = 16, 1.25e9
-PIPEDREAM_CASES = {  # network: images of a GPU, images per second, speed-up over data parallelism
-    "vgg16": (64, V100_VGG_IMAGES_PER_S, 5.28),
-    "resnet50": (128, 300.0, 1.0),
-    "alexnet": (256, 2500.0, 4.92),
-}
-
-
-def pipedream_rows() -> Iterator[PublishedRow]:
-    """Yield the gain of PipeDream's best pipeline over data parallelism on 16 V100 with 10 Gbit/s."""
-    for name, (images, images_per_s, published) in PIPEDREAM_CASES.items():
-        blocks = known_blocks(name)
-        total = sum(block.forward_flops for block in blocks)
-        seconds = [images / images_per_s * block.forward_flops / total for block in blocks]
-        weights = [4.0 * sum(block.numels) for block in blocks]
-        outputs = [images * block.input_bytes for block in blocks[1:]] + [images * 4000.0]
-        best = best_pipeline(seconds, weights, outputs, num_workers=WORKERS, bytes_per_s=TEN_GBIT_BYTES_PER_S)
-        alone_s = best_pipeline(
-            [sum(seconds)], [sum(weights)], outputs[-1:], num_workers=WORKERS, bytes_per_s=TEN_GBIT_BYTES_PER_S
-        ).seconds
-        stages = ", ".join(
-            f"{replicas} from {blocks[first].name}"
-            for first, replicas in zip(best.first_blocks, best.replicas, strict=True)
-        )
-        yield PublishedRow(
-            f"{name}, 16 V100, 10 Gbit/s: PipeDream's best over data parallelism",
-            PIPEDREAM,
-            "x",
-            published,
-            alone_s / best.seconds,
-            note=f"{images} images at {images_per_s:g}/s, by FLOPs; found: {stages}",
-        )
-
-
-@cache
-def known_blocks(name: str) -> tuple[Block, ...]:
-    """Return the blocks of a network in fp32."""
-    makes = {"vgg16": vgg16, "alexnet": AlexNet, "resnet50": ResNet, "resnet101": lambda: ResNet(depth=101)}
-    with torch.device("meta"):
-        model = makes[name]()
-    return tuple(blocks_of(model, IMAGE, precision="32-true"))
-
-
 def pipeline_rows() -> list[PublishedRow]:
     """Return all rows."""
-    return [*memory_rows(), *resnet_101_rows(), *amoebanet_rows(), *pipedream_rows()]
+    return [*memory_rows(), *resnet_101_rows(), *amoebanet_rows()]
 
 
 if __name__ == "__main__":
