@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import Comm, LocalSteps
+from lightning_hybrid import Comm, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import boundary_of
@@ -161,8 +161,8 @@ def sent_by_fits():
         on_train_batch_end=lambda trainer, *_: sent()[0] if trainer.global_step == NUM_STEPS else None,
     )
     options = {"comm": comm, "precision": "16-true", "max_steps": NUM_STEPS, "callbacks": looks}
-    for every, dtype in ((1, None), (8, None), (8, "int8"), (8, "int4")):
-        seen = fit(None, OneLayer, train=train, between_nodes=LocalSteps(every=every, dtype=dtype), **options)
+    for between_nodes in (Mean(), *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4"))):
+        seen = fit(None, OneLayer, train=train, between_nodes=between_nodes, **options)
         found.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
     return found
 

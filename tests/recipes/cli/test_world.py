@@ -46,7 +46,7 @@ def test_a_limit_takes_the_fewest_equal_batches(share, limit, rounds):
     ) as told:
         accumulation(2 * share, None, limit, 2, 1)
     for advised in re.findall(r"=(\d+) or (\d+);", str(told.value))[0]:  # what it advises fits
-        assert accumulation(int(advised), None, limit, 2, 1) > 1
+        assert accumulation(int(advised), None, limit, 2, 1) >= 1
 
 
 def test_the_paper_s_batch_reaches_any_number_of_gpus_and_a_batch_of_a_rank_wins_over_the_limit():
