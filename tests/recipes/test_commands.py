@@ -197,6 +197,11 @@ COMMANDS = {
         f"data.num_stored_images=8 model.in_channels=3 global_batch_size=16 {QUIET}",
         files=("run.png",),
     ),
+    "a command of the package": Command(
+        words="-m lightning_hybrid report runs=[nowhere]",
+        code=2,
+        says=("error: `runs` (=", "`python -m lightning_hybrid train` prints the directory.\n"),
+    ),
     "train with a mistake": Command(
         words="recipes/train.py logger=none global_batch_size=127",
         code=2,

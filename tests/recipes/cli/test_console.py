@@ -11,7 +11,6 @@ import pytest
 
 from lightning_hybrid import __version__
 from tests.checkout import ROOT, tracked_in
-from tests.programs import run_program
 
 COMMANDS = sorted(path.stem.replace("_", "-") for path in tracked_in(ROOT / "recipes", "[!_]*.py"))
 SCRIPT = """
@@ -55,15 +54,6 @@ def test_a_command_is_the_program_of_its_name(name):
     assert f"lightning-hybrid {name}" in done.stdout.replace("gpu-check", name)
     assert f"{name.replace('-', '_')}.py" not in done.stdout
     assert len(done.stdout.splitlines()) <= 24
-
-
-def test_as_a_module_it_runs_the_same_program(tmp_path):
-    done = run_program("-m", "lightning_hybrid", "report", "runs=[nowhere]", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        f"error: `runs` (={tmp_path}/nowhere) must name directories that a finished run wrote"
-    )
-    assert done.stderr.endswith("`python -m lightning_hybrid train` prints the directory.\n")
 
 
 COMPLETED = {
