@@ -79,9 +79,11 @@ def test_what_is_no_run_is_named(two_runs, tmp_path):
         compare_runs.read_runs(two_runs, names=["x", "x"])
     for file in ("curves.json", "summary.json"):
         path = two_runs[1] / file
-        path.write_text(path.read_text()[:-10])
+        whole = path.read_text()
+        path.write_text(whole[:-10])
         with pytest.raises(ValueError, match=rf"`runs` \(={path}\) must be whole: .*resume=auto"):
             compare_runs.read_runs(two_runs)
+        path.write_text(whole)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"):
         compare_runs.read_runs(two_runs)

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def tracked(run_dir, *overrides, **variables):
 
 def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
     about = ["optim.lr=30.0", "trainer.max_epochs=3", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
-    (kept,) = one_rank.run(tracked, str(tmp_path), *about)
+    (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
     (found,) = runs_in(tmp_path)
     assert found.run.run_id == kept
     assert (found.run.run_group, list(found.run.tags), found.run.notes) == ("seeds", ["a", "b"], "why")
@@ -179,8 +178,12 @@ def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_p
     assert num_steps == 0
 
 
+def tracked_disabled(run_dir):
+    return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
+
+
 def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
-    assert one_rank.run(partial(tracked, WANDB_MODE="disabled"), str(tmp_path), "trainer.max_epochs=1") == [None]
+    assert one_rank.run(tracked_disabled, str(tmp_path), timeout_s=120.0) == [None]
     assert not list(tmp_path.rglob("*.wandb"))
 
 
