@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import Comm, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.contrastive import InfoNCE, SigLIP
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import boundary_of
 from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
@@ -127,6 +128,28 @@ def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batc
         claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
         found = max(each[schedule] for each in of_ranks)
         assert claim <= found <= claim * (1 + TOLERANCE) + 2**16  # barriers and the watchdog's words
+
+
+# ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
+
+PAIRS, FEATURES = 4096, 128
+FORMULAS = {"InfoNCE": 16 * FEATURES + 8, "SigLIP": 12 * FEATURES}  # times N (W - 1) / W, by each rank
+
+
+def sent_by_losses():
+    found = {}
+    for name, loss in (("InfoNCE", InfoNCE()), ("SigLIP", SigLIP())):
+        views = [torch.randn(PAIRS // NUM_RANKS, FEATURES, requires_grad=True) for _ in range(2)]
+        found[name] = counted_again(lambda loss=loss, views=views: loss(*views).backward())
+    return found
+
+
+def test_losses_send_what_their_formulas_say(cluster_or_skip):
+    with Cluster(num_hosts=1, ranks_per_host=NUM_RANKS, mbit_per_s=1000) as cluster:
+        of_ranks = cluster.call(sent_by_losses, timeout_s=300)
+    for name, formula in FORMULAS.items():
+        claim = (NUM_RANKS - 1) * PAIRS * formula  # of all ranks: they share a host
+        assert claim <= max(each[name] for each in of_ranks) <= claim * (1 + TOLERANCE) + 2**16
 
 
 # ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
