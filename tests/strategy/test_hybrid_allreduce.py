@@ -223,7 +223,7 @@ def test_bad_options_are_refused_when_the_object_is_made(options, message):
 def test_a_timeout_is_seconds_a_folder_any_path_and_a_dtype_any_spelling():
     assert HybridAllReduceStrategy(timeout=60)._timeout == timedelta(minutes=1)
     assert HybridAllReduceStrategy(timeout=timedelta(hours=1))._timeout == timedelta(hours=1)
-    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._trace_dir == "traces"
+    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._comm._trace_dir == "traces"
     for dtype in ("fp16", "float16", "torch.float16", torch.float16):
         assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._comm._comm_dtype is torch.float16
 
@@ -361,7 +361,7 @@ class Wide(Toy):
 
 
 def buckets(trainer, module):
-    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in trainer.strategy._engine.buckets]
+    return [(bucket.index, bucket.num_bytes, bucket.dtype) for bucket in trainer.strategy._comm.engine.buckets]
 
 
 @pytest.mark.skipif(

@@ -56,7 +56,7 @@ def test_yaml_reads_on_and_off_as_booleans():
         with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', False"):
             HybridAllReduceStrategy(shard_update=setting)
     strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
-    assert (strategy._tune, strategy._comm.shard_update) == ("on", "off")
+    assert (strategy._comm.tune, strategy._comm.shard_update) == ("on", "off")
 
 
 PLAN = CommPlan(algorithm="flat")
@@ -143,7 +143,7 @@ def test_fabric_and_the_pipeline_take_the_same_values_and_keywords():
         with pytest.warns(FutureWarning, match=r"Write comm=Comm\(dtype='bf16'\), with"):
             old = kind(comm_dtype="bf16")
         assert old._comm._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm._comm_dtype is torch.bfloat16
-    assert HybridPipelineStrategy()._tune == "off"
+    assert HybridPipelineStrategy()._comm.tune == "off"
 
 
 def test_no_old_keyword_is_offered():

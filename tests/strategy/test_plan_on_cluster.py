@@ -27,7 +27,7 @@ def cluster(ranks_per_node):
 
 
 def plan_in_force(trainer, module):
-    return trainer.strategy._engine.plan, trainer.strategy.communication_plan
+    return trainer.strategy._comm.engine.plan, trainer.strategy.communication_plan
 
 
 NUMELS = [parameter.numel() for parameter in toy.Toy().parameters()]
@@ -96,4 +96,4 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
 
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune
+    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._comm.tune == tune

@@ -29,7 +29,7 @@ class Watches(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx % 2:
-            self.plans.append(trainer.strategy._engine.plan)
+            self.plans.append(trainer.strategy._comm.engine.plan)
 
     def on_train_end(self, trainer, module):
         tuning = trainer.strategy._comm._tuning
@@ -128,6 +128,6 @@ def test_when_a_plan_is_tuned(options, is_tuned):
 
 
 def test_a_named_algorithm_is_the_users_choice_and_is_not_tuned():
-    assert HybridAllReduceStrategy()._tune == "auto"
-    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._tune == "off"
-    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._tune == "on"
+    assert HybridAllReduceStrategy()._comm.tune == "auto"
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._comm.tune == "off"
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._comm.tune == "on"

@@ -225,3 +225,21 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"`resume` \(=.*some.ckpt\) must be a whole checkpoint of Lightning's: "):
         tracking.saved_run_id(str(path))
+
+
+@pytest.mark.parametrize(("is_offline", "sent"), [(False, [("run.html", "report-x", "report")]), (True, [])])
+def test_the_page_of_a_run_is_an_artifact_where_wandb_is_online(tmp_path, is_offline, sent):
+    seen = []
+
+    class Run:
+        id, disabled, offline = "x", False, is_offline
+
+        def log_artifact(self, path, *, name, type):
+            seen.append((Path(path).name, name, type))
+
+    logger = type("WandbLogger", (), {"experiment": Run()})()
+    trainer = type("Trainer", (), {"loggers": [logger]})()
+    tracking.send_report(trainer, str(tmp_path))  # a run without the report
+    (tmp_path / "run.html").touch()
+    tracking.send_report(trainer, str(tmp_path))
+    assert seen == sent

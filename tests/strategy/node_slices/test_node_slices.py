@@ -283,7 +283,7 @@ def collectives():
     """Bytes that a rank sends in the node in one step for its layers, and sums of LARS and verdicts in a fit."""
     sent, sums = [], []
     size = dist.get_world_size()
-    gather, exchange, add = slice_exchange._all_gather, dist.all_to_all_single, SlicedFit.add_up_
+    gather, exchange, add = slice_exchange.all_gather, dist.all_to_all_single, SlicedFit.add_up_
     with pytest.MonkeyPatch.context() as patch:
 
         def gathers(whole, own, group):
@@ -299,7 +299,7 @@ def collectives():
             sums.append("sum")
             add(self, table)
 
-        patch.setattr(slice_exchange, "_all_gather", gathers)
+        patch.setattr(slice_exchange, "all_gather", gathers)
         patch.setattr(dist, "all_to_all_single", exchanges)
         patch.setattr(SlicedFit, "add_up_", adds)
         patch.setattr(SlicedFit, "largest", lambda self, value: sums.append("verdict") or value)
