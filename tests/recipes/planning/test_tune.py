@@ -25,11 +25,7 @@ from recipes.cli import launch
 from recipes.planning import tune_setup
 from recipes.planning.calibration.microbenchmarks import Measurement
 from recipes.planning.tune_report import TuneReport
-<<<<<<< HEAD
 from tests.checkout import ROOT
-from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
-=======
->>>>>>> main
 from tests.recipes.composed import composed
 from tests.recipes.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
