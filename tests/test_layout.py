@@ -71,7 +71,6 @@ MAY_BE_LONGER = {
     "recipes/planning/calibration/microbenchmarks.py": 364,
     "recipes/planning/simulate_report.py": 340,
     "tests/evidence/faults/inject.py": 305,
-    "tests/evidence/planner/emulated.py": 340,
 }
 """What is longer already: a number may only shrink, and a file of 300 lines leaves the table."""
 
