@@ -50,7 +50,6 @@ MAY_BE_LONGER = {
     "lightning_hybrid/comm/health/watchdog.py": 346,
     "lightning_hybrid/comm/plan.py": 380,
     "lightning_hybrid/comm/tuning/plan_trials.py": 303,
-    "lightning_hybrid/contrastive/losses.py": 315,
     "lightning_hybrid/fabric/strategy.py": 309,
     "lightning_hybrid/optim/lamb.py": 329,
     "lightning_hybrid/optim/layerwise.py": 359,
