@@ -288,7 +288,7 @@ class HybridAllReduce(_Base):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._comm.engine = self._failures.engine = engine = self._comm.new_engine()
+        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(self.precision_plugin)
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
         self._comm.begin_tuning()
 
