@@ -49,7 +49,7 @@ def test_a_run_is_judged_without_its_warm_up(tmp_path):
     assert [t.slope for t in growth_report.trends_of(samples, warmup_steps=1000)] == [0.0]
     table = growth_report.write_report(tmp_path / "out", samples, warmup_steps=1000, head={})
     assert "num_fds" in table
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"endurance.json", "endurance.png", "table.md"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"endurance.json", "table.md"}
 
 
 def test_torn_or_missing_samples_are_named(tmp_path):
