@@ -128,6 +128,8 @@ def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Pa
             title = (
                 f"{section}, {case}: {best.arm} takes {best.median_s / first.median_s:.2f} of the time of {first.arm}"
             )
+            if section == "overlap" and len(of_case) == 4:
+                title = f"{section}, {case}: {hidden_share(of_case):.0%} of the communication is hidden"
             names = {row.arm: row.arm for row in of_case}
             panels.append((partial(draw_bars, title, of_case, names, link_bytes_per_s), 90 + 42 * len(of_case)))
     return panels

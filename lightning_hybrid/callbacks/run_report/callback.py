@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,10 +17,8 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report import run_page
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.callbacks.run_report.environment import environment
-from lightning_hybrid.callbacks.run_report.figure import figure_of, png_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
@@ -30,10 +29,10 @@ from lightning_hybrid.run_status import run_status
 class RunReport(Callback):
     """A report of the run, written by rank zero when fitting ends, and again when testing does.
 
-        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps; buckets
+        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets: what was measured
         <run_dir>/summary.json   every metric's last value and best, throughput, communication, and what the run was
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
-        <run_dir>/run.html       all of it on a page of its own, picture included
+        <run_dir>/run.html       all of it on a page of its own: what went well first, for a desk or a phone, light or dark
 
     Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
     callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication
@@ -90,6 +89,14 @@ class RunReport(Callback):
     def elapsed_s(self) -> float:
         """Seconds since training began, validation included."""
         return self._before_s + (0.0 if self._began_s is None else perf_counter() - self._began_s)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse to begin what could not draw its report at the end."""
+        if find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                "`RunReport` needs matplotlib, which is not installed: the run would end without its report. "
+                "`pip install 'lightning-hybrid[report]'`, or leave the callback out."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, and take the counters of this fit."""
@@ -253,12 +260,14 @@ class RunReport(Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if _is_dry(trainer):
             return
+        from lightning_hybrid.callbacks.run_report import figure, run_page  # matplotlib is an extra
+
         folder, summary = self._folder(trainer), self.summary(trainer)
         panels = run_page.panels_of(self.curves, self.communication())
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
             "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
-            "run.png": png_of(figure_of(panels, columns=3)),
+            "run.png": figure.png_of(figure.figure_of(panels, columns=3)),
             "run.html": run_page.html_of(summary, panels, self.findings(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
