@@ -200,7 +200,8 @@ def _draw(
         size = -(-len(points) // MOST_POINTS)
         groups = [points[at : at + size] for at in range(0, len(points), size or 1)]
         means = [[statistics.fmean(values) for values in zip(*group, strict=True)] for group in groups]
-        axes.plot(*zip(*means or [(), ()], strict=True), marker="o" if len(means) < 40 else "", label=name)
+        places, values = ([mean[i] for mean in means] for i in (0, 1))
+        axes.plot(places, values, marker="o" if len(means) < 40 else "", label=name)
 
 
 def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:

@@ -29,10 +29,10 @@ from lightning_hybrid.run_status import run_status
 class RunReport(Callback):
     """A report of the run, written by rank zero when fitting ends, and again when testing does.
 
-        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets: what was measured
+        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets
         <run_dir>/summary.json   every metric's last value and best, throughput, communication, and what the run was
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
-        <run_dir>/run.html       all of it on a page of its own: what went well first, for a desk or a phone, light or dark
+        <run_dir>/run.html       all of it on a page of its own, what went well first
 
     Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
     callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cycler import cycler
 from matplotlib import rc_context
@@ -62,12 +63,13 @@ def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
 def _name_lines(axes: Axes, height: int) -> None:
     axes.autoscale_view()
     to_axes, least, gap = axes.transData + axes.transAxes.inverted(), 0.0, (FONT_PX + 2) / (0.6 * height)
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_") and len(line.get_xydata())]
-    ends = sorted((to_axes.transform(line.get_xydata()[-1])[1], i) for i, line in enumerate(lines))
+    points: Any = {line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")}
+    lines = [line for line, places in points.items() if len(places)]
+    ends = sorted((to_axes.transform(points[line][-1])[1], i) for i, line in enumerate(lines))
     for place, (at, i) in enumerate(ends):
         at = min(max(at, least), 1 - gap * (len(ends) - 1 - place))
         least = at + gap
-        style = {"color": lines[i].get_color(), "fontsize": FONT_PX - 1, "va": "center"}
+        style: Any = {"color": lines[i].get_color(), "fontsize": FONT_PX - 1, "va": "center"}
         axes.annotate(str(lines[i].get_label()), (1.02, at), xycoords="axes fraction", **style)
 
 

@@ -95,15 +95,15 @@ def html_of(summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mappi
         unit, meaning = ("1", "") if known is None else (known.unit, known.meaning)
         metrics.append((name, *(html_page.format_value(v, unit) for v in (value, summary["best"].get(name))), meaning))
     config = html_page.flatten(summary["config"] or {})
-    known = [(name, value) for name, value in summary["environment"].items() if value is not None]
-    rows = html_page.table(["metric", "last", "best", "meaning"], metrics, has_notes=True)
+    rows = [(name, value) for name, value in summary["environment"].items() if value is not None]
+    table = html_page.table(["metric", "last", "best", "meaning"], metrics, has_notes=True)
     sections = [
         html_page.table(["", "", ""], [*well, *others]),
         html_page.paragraph("" if plan is None or comm is None else plan),
         html_page.pictures(panels),
-        html_page.section("Metrics", rows if metrics else ""),
+        html_page.section("Metrics", table if metrics else ""),
         html_page.section("Given on the command line", html_page.paragraph(" ".join(overrides or ()))),
-        html_page.section("Environment", html_page.table(["", ""], [("folder", summary["run_dir"]), *known])),
+        html_page.section("Environment", html_page.table(["", ""], [("folder", summary["run_dir"]), *rows])),
         html_page.section("Configuration", html_page.table(["", ""], config.items()) if config else "", is_open=False),
     ]
     return html_page.page(f"Run {Path(summary['run_dir']).name}", sections)
