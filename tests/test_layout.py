@@ -22,6 +22,7 @@ ARROWS = {
     "fabric": {"strategy", "precision", "checkpoint", "comm"},
     "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
+    "contrastive": {"models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
     "comm": set(),

@@ -106,6 +106,8 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, callbacks: Seq
         found["manual optimization"] = "`automatic_optimization` (=False)"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
+    if losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]:
+        found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
 
 

@@ -226,6 +226,22 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
         )
 
 
+# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
+COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+
+
+def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
+    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
+    kinds = [type(one) for one in module.modules() if getattr(one, "couples_the_batch", type(one).__name__ in COUPLED)]
+    if accumulate_grad_batches > 1 and kinds:
+        rank_zero_warn(
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
+            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
+            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
+            "no accumulation."
+        )
+
+
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     """Return the plan that carries Adasum: node leaders combine uncut buckets; None, with a warning, on one node.
 

@@ -28,6 +28,7 @@ from lightning_hybrid.strategy.arguments import (
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     user_moves_batches,
+    warn_of_coupled_batches,
     with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
@@ -244,6 +245,7 @@ class HybridAllReduce(_Base):
             assert self.lightning_module is not None
             refuse_nothing_to_train(self.lightning_module)
             refuse_slices(self.lightning_module)
+            warn_of_coupled_batches(self.lightning_module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)
         super().setup(trainer)

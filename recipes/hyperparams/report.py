@@ -67,10 +67,8 @@ def _draw(title: str, found: Sequence[TrialOutcome], axis: Axis, objective: str,
         return axis_values_of(outcome.overrides, [axis.key])[axis.key]
 
     for status, style in (("done", "o"), ("stopped", "v")):
-        some = {
-            x_of(o): o.value for o in found if o.status == status and o.value is not None and math.isfinite(o.value)
-        }
-        panel.plot(list(some), list(some.values()), style, color=SERIES[0])
+        some = [(x_of(o), o.value) for o in found if o.status == status and o.value is not None]
+        panel.plot([x for x, _ in some], [value for _, value in some], style, color=SERIES[0])
     best = best_of(found, mode=mode)
     if best is not None and best.value is not None:
         panel.plot([x_of(best)], [best.value], "*", markersize=13, color=SERIES[1])
