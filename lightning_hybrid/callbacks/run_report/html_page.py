@@ -16,9 +16,9 @@ font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 72rem; padd
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2rem; } summary { cursor: pointer; }
 table { border-collapse: collapse; font-size: 0.9rem; } th { color: GrayText; font-weight: normal; }
 th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
-.scrolls { overflow-x: auto; } .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figures svg { max-width: 100%; height: auto; } td.good { font-weight: bold; }
-td:last-child { overflow-wrap: anywhere; }
+.note td:not(:last-child) { white-space: nowrap; } .scrolls { overflow-x: auto; }
+.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
+.figures svg { max-width: 100%; height: auto; } td.good { font-weight: bold; } td:last-child { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { th, td { padding-right: 0.5rem; } .note th { display: none; }
 tr.note { display: flex; flex-wrap: wrap; border-bottom: 1px solid #8886; } tr.note td { border: 0; padding-top: 0; }
 tr.note td:first-child, tr.note td:last-child { flex-basis: 100%; } tr.note td:last-child { opacity: 0.8; } }
