@@ -271,6 +271,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.masters.drop_sums()
             self._after_closure(model, optimizer)
             return closure_result
+        largest = self._largest_gradient(optimizer, state)
         if self._may_step_in_one_pass(optimizer, model):
             self._after_closure(model, optimizer)  # calls the hooks; none of them looks at gradients
             found_inf = self._step.in_one_pass(optimizer, state, **kwargs)
@@ -279,11 +280,22 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._after_closure(model, optimizer)  # hooks and clipping see fp32 gradients, unscaled
             self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
-            state.count(found_inf)
+            state.count(found_inf, largest)
             if state.skip_flag is None and len(self._schedules) > 0:
                 state.skip_flag = SkipFlag(found_inf)
             self._stop_if_stuck(state, model)
         return closure_result
+
+    def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
+        # Where all ranks have the same gradients, and so find the same; for the first steps of a dynamic scale.
+        wants = state.loss_scale is not None and state.loss_scale.wants_largest and state.grad_scale is not None
+        if not (wants and self._is_automatic and self._agree_on_overflow is None):
+            return None
+        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None and one.grad.numel()]
+        if not gradients:
+            return None
+        norms = torch._foreach_norm(gradients, float("inf"))
+        return torch.stack([norm.float() for norm in norms]).amax() / state.grad_scale
 
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (

@@ -74,8 +74,10 @@ class OptimizerStepState:
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 
-    def count(self, found_inf: Tensor) -> None:
+    def count(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Count one step, on the device, in few operations: each of one element is a launch there.
+
+        `largest`: as in `LossScale.update`.
 
         >>> state = OptimizerStepState(loss_scale=None)
         >>> for overflow in (1.0, 0.0, 1.0, 1.0): state.count(torch.tensor(overflow))
@@ -84,7 +86,7 @@ class OptimizerStepState:
         """
         skipped = found_inf > 0
         if self.loss_scale is not None:
-            self.loss_scale.update(skipped)
+            self.loss_scale.update(skipped, largest)
         self.num_skipped.add_(skipped)
         # A clean step multiplies by 0: no branch on the host.
         self.num_in_a_row.add_(1).mul_(skipped)

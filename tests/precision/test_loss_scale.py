@@ -131,3 +131,35 @@ def test_unscaling_divides_exactly_and_finds_what_is_not_finite_in_any_dtype(whe
     assert all(map(torch.equal, gradients, expected))
     gradients[where][-1] = bad
     assert unscale_(gradients, torch.tensor(1024.0)).item() == 1
+
+
+def follow(scale, *gradients, limit=2.0**16):
+    """Outcomes of steps whose largest gradient is given, as fp16 would have them: the scale after each."""
+    seen = []
+    for largest in gradients:
+        found_inf = torch.tensor(largest * scale.value >= limit)
+        scale.update(found_inf, torch.tensor(float("inf") if found_inf else largest) if scale.wants_largest else None)
+        seen.append(scale.value)
+    return seen
+
+
+def test_a_first_scale_that_is_too_high_costs_one_step_and_goes_where_gradients_have_room():
+    assert follow(DynamicLossScale(), 3000.0, 3000.0, 3000.0) == [1.0, 1.0, 1.0]  # 2^12 / 3000
+    assert follow(DynamicLossScale(), 10.0, 10.0, 10.0) == [1.0, 256.0, 256.0]
+    assert follow(DynamicLossScale(init_scale=2.0**20, min_scale=4.0), 100.0, 0.001) == [4.0, 2.0**19]  # at most half
+
+
+def test_a_later_overflow_halves_the_scale_as_ever():
+    scale = DynamicLossScale()
+    assert follow(scale, 0.5, 10.0, 10.0, 10.0) == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
+    assert not scale.wants_largest
+
+
+def test_a_run_resumed_between_fall_and_leap_goes_on_with_the_leap():
+    scale, resumed = DynamicLossScale(), DynamicLossScale()
+    follow(scale, 10.0)
+    resumed.load_state_dict(scale.state_dict())
+    assert follow(resumed, 10.0) == follow(scale, 10.0) == [256.0]
+    later = DynamicLossScale()
+    later.load_state_dict(scale.state_dict())
+    assert not later.wants_largest

@@ -53,13 +53,6 @@ def forget(group: dist.ProcessGroup) -> None:
             dist.distributed_c10d._abort_process_group(group)
 
 
-def destroy(group: dist.ProcessGroup) -> None:
-    """Free a group, unless the default group is gone."""
-    with suppress(ValueError):
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
 def _abort(group: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # it is being made, or gone
         group.abort()

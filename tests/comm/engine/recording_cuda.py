@@ -41,6 +41,8 @@ WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all
 class Stream:
     """A stream that records its operations, and what it is ordered after: `clock`."""
 
+    device = CUDA
+
     def __init__(self, cuda: Cuda, name: str, priority: int = 0) -> None:
         self.cuda, self.name, self.priority = cuda, name, priority
         self.clock: dict[str, int] = {name: 0}
@@ -152,6 +154,7 @@ class Cuda(TorchDispatchMode):
         self.host_waits: list[str] = []
         self.operations: list[tuple[str, str]] = []
         self.num_queries = 0
+        self.device: torch.device | None = None
         self.taken_out: Callable[[str, str], bool] = lambda line, stream: False
         self.num_taken_out = 0
 
@@ -175,11 +178,19 @@ class Cuda(TorchDispatchMode):
         finally:
             self.current = before
 
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """In a thread of ours the current device is the first GPU, until this is entered."""
+        self.device = device
+        yield
+        self.device = None
+
     def installed(self, patch: pytest.MonkeyPatch) -> Cuda:
         Cuda.current_instance = self
         patch.setattr(torch.cuda, "Stream", self.stream)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
         patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.cuda, "device", self.on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: self.host_waits.append("device"))
         patch.setattr(cuda_streams, "Future", Future)

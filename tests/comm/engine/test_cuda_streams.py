@@ -240,6 +240,7 @@ def test_flat_is_one_call_and_a_hierarchy_overlaps_its_chunks(fake_world, cuda):
         engine.close()
         if algorithm != "hierarchical":
             assert calls == ["c10d::allreduce_"] * 2  # the second of 16 bytes, of the order
+            assert "aten::dot" not in dict(cuda.operations)  # cuBLAS's: 32 MiB for each stream on which it is called
     num_chunks = len(calls) // 3
     assert num_chunks == 6
     assert calls[:5] == ["c10d::reduce_", "c10d::allreduce_", "c10d::reduce_", "c10d::allreduce_", "c10d::broadcast_"]

@@ -39,7 +39,8 @@ def test_a_device_that_is_through_has_not_waited_and_one_that_hangs_waits_longer
 
 def test_no_event_is_asked_for_while_a_graph_is_captured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", cuda.stream(CUDA))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.current is not cuda.compute)
+    # A stream is entered on its own device: to leave it would else make a context on the first GPU, in every rank.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.device == CUDA != cuda.current)
     waits = DeviceWaits(CUDA, also=lambda: pytest.fail("a look"))
     assert waits.stalled_s() == 0.0
     assert cuda.num_queries == cuda.number == 0

@@ -90,8 +90,7 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
     seen = []
-    for module in (process_groups, rank_layout):
-        monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
+    monkeypatch.setattr(process_groups, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     comm = CommSetup()
