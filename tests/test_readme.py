@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import textwrap
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -137,7 +138,8 @@ def train_two_steps(source, folder):
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     given["loader"] = DataLoader(data, batch_size=64)
-    with mock.patch.object(pl, "Trainer", TwoSteps), contextlib.chdir(folder):
+    with mock.patch.object(pl, "Trainer", TwoSteps), contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")  # the page says so
         exec(compile(source, "page", "exec"), given)
     return seen
 

@@ -183,7 +183,7 @@ def markdown(study: Study, log: TrialLog) -> str:
 
 
 def panels_of(study: Study, log: TrialLog) -> list[Panel]:
-    """Return a panel for each batch: how far each arm is from the reference, paired by seed, beside the margin."""
+    """Return a panel for each batch: how far each arm is from the reference, paired by seed, with the margin."""
     found, panels = complete(study, log), list[Panel]()
     reference = found.get(Cell(arm=study.reference[0], precision=study.reference[1], batch_size=study.smallest))
     for size in study.batch_sizes if reference else ():

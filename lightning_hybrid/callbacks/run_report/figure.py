@@ -1,4 +1,4 @@
-"""The look of every figure: as wide as a phone, names beside the lines, one palette that light and dark pages share.
+"""The look of every figure: as wide as a phone, names next to lines, one palette that light and dark pages share.
 
 A figure is drawn for the width at which it is shown, so its text is never scaled: wider pages put several side by side.
 Hues are those of Okabe & Ito 2008, which colour-blind readers tell apart, darkened until they can be read as text.
@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cycler import cycler
-from matplotlib import rc_context
+from matplotlib import cycler, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
@@ -44,7 +43,7 @@ Panel = tuple[Callable[[Axes], None], int]  # what draws it, and its height in p
 
 
 def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
-    """Draw panels, row by row, and write the name of each labelled line beside its end."""
+    """Draw panels, row by row, and write the name of each labelled line at its end."""
     heights = [max(height for _, height in panels[at : at + columns]) for at in range(0, len(panels), columns)] or [1]
     size = (WIDTH_PX * columns / 72, sum(heights) / 72)
     with rc_context(_STYLE):  # type: ignore[arg-type]

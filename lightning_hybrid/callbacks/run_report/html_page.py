@@ -18,7 +18,8 @@ table { border-collapse: collapse; font-size: 0.9rem; } th { color: GrayText; fo
 th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
 .note td:not(:last-child) { white-space: nowrap; } .scrolls { overflow-x: auto; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figures svg { max-width: 100%; height: auto; } td.good { font-weight: bold; } td:last-child { overflow-wrap: anywhere; }
+.figures svg { max-width: 100%; height: auto; } td.good { font-weight: bold; }
+td:last-child { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { th, td { padding-right: 0.5rem; } .note th { display: none; }
 tr.note { display: flex; flex-wrap: wrap; border-bottom: 1px solid #8886; } tr.note td { border: 0; padding-top: 0; }
 tr.note td:first-child, tr.note td:last-child { flex-basis: 100%; } tr.note td:last-child { opacity: 0.8; } }
