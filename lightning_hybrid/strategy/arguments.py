@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -146,7 +146,8 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
-    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    trainer: Any = module.trainer
+    datamodule = trainer.datamodule
     return any(
         is_overridden(hook, module, "pytorch.LightningModule")
         or (datamodule is not None and is_overridden(hook, datamodule, "pytorch.LightningDataModule"))
@@ -190,24 +191,6 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
                     f"`configure_optimizers` returned {type(optimizer).__name__} with a parameter in group {index} "
                     "that is not part of the LightningModule: its gradients would never be averaged over ranks. "
                     "Register it (`self.name = torch.nn.Parameter(...)`) in `__init__` or `configure_model`."
-                )
-
-
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
-                raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
                 )
 
 

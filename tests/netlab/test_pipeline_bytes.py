@@ -13,7 +13,7 @@ from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import boundary_of
 from tests.netlab.cluster import Cluster
 from tests.netlab.test_bytes import TOLERANCE, bytes_sent
-from tests.pipeline.sleeping import step_over
+from tests.pipeline.schedule_step import step_over
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 SHAPE = (4, 128, 28, 28)  # 4 images behind the second stage of ResNet-50, channels-last in fp16
