@@ -17,7 +17,7 @@ from lightning_hybrid.callbacks.run_report.figure import INK, MUTED, SERIES, Pan
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import environment, size, time_text
 
-PEERS = ("ddp", "fp16_compress")  # arms that are not ours
+PEERS = ("ddp", "fp16_compress", "torch")  # arms that are not ours
 
 
 @dataclass(frozen=True, kw_only=True)
