@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib import cycler, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 WIDTH_PX, FONT_PX = 360, 13
