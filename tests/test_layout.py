@@ -50,7 +50,6 @@ MAY_BE_LONGER = {
     "lightning_hybrid/comm/health/watchdog.py": 346,
     "lightning_hybrid/comm/plan.py": 380,
     "lightning_hybrid/comm/tuning/plan_trials.py": 303,
-    "lightning_hybrid/contrastive/losses.py": 315,
     "lightning_hybrid/fabric/strategy.py": 309,
     "lightning_hybrid/optim/lamb.py": 329,
     "lightning_hybrid/optim/layerwise.py": 359,
@@ -71,7 +70,6 @@ MAY_BE_LONGER = {
     "recipes/planning/calibration/microbenchmarks.py": 364,
     "recipes/planning/simulate_report.py": 340,
     "tests/evidence/faults/inject.py": 305,
-    "tests/evidence/planner/emulated.py": 340,
 }
 """What is longer already: a number may only shrink, and a file of 300 lines leaves the table."""
 

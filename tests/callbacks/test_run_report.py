@@ -130,8 +130,9 @@ def test_a_report_is_written_whatever_was_not_measured_and_not_of_a_dry_run(two_
     assert "skipped steps  0 of 1\n" in table
     assert table.endswith("not written (fast_dev_run)")
     two_ranks.run(report_of, str(tmp_path), settings)
-    assert (tmp_path / "run.png").stat().st_size > 10_000
-    assert (tmp_path / "summary.json").is_file()
+    is_measured = settings.get("max_epochs") != 0  # an empty picture is none
+    assert (tmp_path / "run.png").is_file() is is_measured
+    assert (tmp_path / "run.html").read_text().count("<svg") >= is_measured
 
 
 def report_of(run_dir, settings):

@@ -49,9 +49,13 @@ def benched(folder: Path, said: str) -> None:
 
 
 def updated(folder: Path, said: str) -> None:
-    rows = content_of(folder / "run/bench.json")["rows"]
+    content = content_of(folder / "run/bench.json")
+    rows, steps = content["rows"], content["training"]
     assert [row["arm"] for row in rows] == [*ARMS]
     assert all(len(row["times_s"]) == 2 for row in rows)
+    assert content["copy_bytes_per_s"] > 1e8  # more than a disk
+    assert [(row["batch_size"], row["arm"]) for row in steps] == [(2, "mixed_sgd"), (2, "ours_lars")]
+    assert all(len(row["images_per_s"]) == 2 and min(row["images_per_s"]) > 0 for row in steps)
     assert all(arm in (folder / "run/table.md").read_text() for arm in ARMS)
 
 
@@ -151,8 +155,10 @@ COMMANDS = {
         look=benched,
     ),
     "updates": Command(
-        words="-m recipes.benchmarks.optimizer device=cpu training=null updates.gradients=[linear_8mib] "
-        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1",
+        words="-m recipes.benchmarks.optimizer device=cpu updates.gradients=[linear_8mib] "
+        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1 "
+        "training.arms=[mixed_sgd,ours_lars] training.batch_sizes=[2] training.image_size=16 training.depth=18 "
+        "training.num_steps=2 training.num_warmup_steps=1 training.num_rounds=2",
         look=updated,
     ),
     "input": Command(
@@ -190,6 +196,11 @@ COMMANDS = {
         words="recipes/train.py data=synthetic data.image_size=16 data.num_train_images=64 data.num_val_images=16 "
         f"data.num_stored_images=8 model.in_channels=3 global_batch_size=16 {QUIET}",
         files=("run.png",),
+    ),
+    "a command of the package": Command(
+        words="-m lightning_hybrid report runs=[nowhere]",
+        code=2,
+        says=("error: `runs` (=", "`python -m lightning_hybrid train` prints the directory.\n"),
     ),
     "train with a mistake": Command(
         words="recipes/train.py logger=none global_batch_size=127",

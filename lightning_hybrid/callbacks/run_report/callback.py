@@ -267,7 +267,7 @@ class RunReport(Callback):
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
             "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
-            "run.png": figure.png_of(figure.figure_of(panels, columns=3)),
+            **({"run.png": figure.png_of(figure.figure_of(panels, columns=3))} if panels else {}),
             "run.html": run_page.html_of(summary, panels, self.findings(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed

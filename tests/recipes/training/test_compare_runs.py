@@ -64,40 +64,27 @@ def test_curves_are_drawn_over_steps_and_over_time(two_runs):
     assert [text.get_text() for text in steps.texts] == ["a", "b"]  # beside the lines
 
 
-def test_the_terminal_shows_a_row_for_each_run(two_runs):
-    head, *rows = compare_runs.text_table(compare_runs.read_runs(two_runs, names=["slow", "fast"])).splitlines()
-    assert head.split() == "run steps val/acc best test/acc images/s time s".split()
-    assert [row.split() for row in rows] == [["slow", "20", "0.75", "100"], ["fast", "20", "0.75", "100"]]
-
-
-def test_a_run_without_configuration_can_be_compared(tmp_path):
-    runs = compare_runs.read_runs([a_run(tmp_path / "a", config=False), a_run(tmp_path / "b")])
-    assert compare_runs.differing_keys(runs)["optim.lr"] == [None, 1.0]
-
-
 def test_what_is_no_run_is_named(two_runs, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    for folder, words in ((empty, "it holds no summary.json"), (tmp_path / "none", "there is no such folder")):
-        with pytest.raises(ValueError, match=rf"`runs` \(={folder}\) must name directories.*: {words}"):
-            compare_runs.read_runs([*two_runs, folder])
-    with pytest.raises(ValueError, match="must name each run once"):
-        compare_runs.read_runs([two_runs[0], two_runs[0]])
-    with pytest.raises(ValueError, match="must name at least one run directory"):
-        compare_runs.read_runs([])
+    refused = {
+        rf"`runs` \(={empty}\) must name directories.*: it holds no summary.json": [*two_runs, empty],
+        r"`runs` .* there is no such folder": [tmp_path / "none"],
+        "must name each run once": two_runs[:1] * 2,
+        "must name at least one run directory": [],
+    }
+    for words, folders in refused.items():
+        with pytest.raises(ValueError, match=words):
+            compare_runs.read_runs(folders)
     with pytest.raises(ValueError, match=r"`names` \(=\['x', 'x'\]\) must hold one name of its own for each of 2 runs"):
         compare_runs.read_runs(two_runs, names=["x", "x"])
-
-
-@pytest.mark.parametrize("file", ["summary.json", "curves.json"])
-def test_a_torn_file_is_named(two_runs, file):
-    path = two_runs[1] / file
-    path.write_text(path.read_text()[:-10])
-    with pytest.raises(ValueError, match=rf"`runs` \(={path}\) must be whole: .*resume=auto"):
-        compare_runs.read_runs(two_runs)
-
-
-def test_a_file_of_something_else_is_named(two_runs):
-    (two_runs[0] / "summary.json").write_text("{}")
+    for file in ("curves.json", "summary.json"):
+        path = two_runs[1] / file
+        whole = path.read_text()
+        path.write_text(whole[:-10])
+        with pytest.raises(ValueError, match=rf"`runs` \(={path}\) must be whole: .*resume=auto"):
+            compare_runs.read_runs(two_runs)
+        path.write_text(whole)
+    path.write_text("{}")
     with pytest.raises(ValueError, match=r"must hold a run's summary: summary.json has no `metrics`"):
         compare_runs.read_runs(two_runs)
