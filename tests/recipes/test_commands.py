@@ -151,7 +151,7 @@ COMMANDS = {
         "steps.gradients=[linear_8mib] steps.num_rounds=1 steps.num_steps=2 steps.num_warmup_steps=2 "
         "steps.overlap=auto",
         says=("written to TMP/run",),
-        files=("bench.png",),
+        files=("bench.svg",),
         look=benched,
     ),
     "updates": Command(
@@ -182,14 +182,14 @@ COMMANDS = {
         "cluster.price_per_node_hour=30 cluster.watts_per_node=3000 search.algorithms=[flat,two_level] "
         "search.bucket_bytes=[4194304,67108864]",
         says=("16 GPUs (2 x 8), 1,024 images a step: a step takes ", "written to TMP/run"),
-        files=("simulate.png", "pipeline.png"),
+        files=("simulate.svg", "pipeline.svg"),
         look=planned,
         is_default=True,
     ),
     "search": Command(
         words=SEARCH,
         says=("best: optim.lr=0.01\n", "lies at an end of its range: widen axes.optim.lr.low"),
-        files=("search.png",),
+        files=("search.svg",),
         look=searched,
     ),
     "train on noise": Command(

@@ -85,7 +85,8 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
     assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
     assert replace(steps[0], num_nodes=1).bound_s(100.0) is None  # one node has no byte bound
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.png"}
+    assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
 
 
 # ---- updates on CUDA -------------------------------------------------------------------------------------------------

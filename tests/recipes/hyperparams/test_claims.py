@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_hybrid.callbacks.run_report.figure import figure_of
 from recipes.hyperparams import study_report
 from recipes.hyperparams.study import UNTESTED, Cell, Study
 from recipes.hyperparams.study_report import Interval, complete, markdown, paired
@@ -79,7 +80,7 @@ def test_the_tables_say_what_the_trials_said(tmp_path):
     assert ["LARS", "fp32", "-23.3 ± 68.1 open", "-23.3 ± 68.1 open"] in rows
     assert ["LARS, less", "fp32", "", "+0.0 ± 0.0 equal"] in rows
     study_report.write_study(tmp_path, study, log, environment={})
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+    assert ">LARS, fp32</text>" in (tmp_path / "accuracy.svg").read_text()
 
 
 def test_differences_are_paired_by_seed_and_an_interval_is_students():
@@ -197,6 +198,16 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     assert complete(study_of(seeds=(1, 2, 3, 4)), log) == {}  # a mean waits for all of its seeds
     log, reported, is_complete = run(study, tmp_path / "none", budget_s=0.0)
     assert (is_complete, reported) == (False, [])
+
+
+def test_the_picture_shows_how_far_each_arm_is_from_the_small_batch_and_joins_no_two_arms(tmp_path):
+    study = study_of()
+    log, _, _ = run(study, tmp_path)
+    panels = figure_of(study_report.panels_of(study, log)).axes
+    assert [[tick.get_text() for tick in panel.get_yticklabels()] for panel in panels] == [["LARS, fp32"]] * 2
+    interval, dot = panels[0].lines
+    assert [*interval.get_xdata(), *dot.get_xdata()] == pytest.approx([-91.5, 44.8, -23.3], abs=0.1)
+    assert min(panels[0].get_xlim()) < -300 * study.margin  # so that the margin can be seen
 
 
 MISTAKES = {

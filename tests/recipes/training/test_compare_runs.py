@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.callbacks.run_report.figure import figure_of
 from recipes.training import compare_runs
 
 
@@ -46,21 +47,21 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
         f"{m.VAL_ACC}, best": [0.75, 0.75],
         m.TRAIN_LOSS: [0.25, 0.25],
     }
-    assert (tmp_path / "out/report.png").read_bytes().startswith(b"\x89PNG")
     html = (tmp_path / "out/report.html").read_text()
     assert "Two &lt;rates&gt;" in html
-    assert 'src="data:image/png;base64,' in html
-    assert html.count("src=") == 1
-    assert "http" not in html
+    assert "src=" not in html
+    assert html.index("Differing keys") < html.index("Final metrics") < html.index(">Validation accuracy</text>")
+    assert '<td class="good">0.6 (best)</td>' in html
 
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
     """A step without a time lies on the line between its neighbours."""
     runs = compare_runs.read_runs(two_runs)
     assert runs[1].over_time(m.TRAIN_LOSS) == [(3.0, 1.0), (4.0, 0.5), (5.0, 0.25)]
-    panels = compare_runs.picture(runs).axes
-    lines = {place: [list(line.get_xdata()) for line in panels[place].lines] for place in (0, 5)}
-    assert lines == {0: [[10, 15, 20], [10, 15, 20]], 5: [[1.0, 1.5, 2.0], [3.0, 4.0, 5.0]]}
+    steps, seconds, *_ = figure_of(compare_runs.panels_of(runs)).axes
+    assert [list(line.get_xdata()) for line in steps.lines] == [[10, 15, 20]] * 2
+    assert [list(line.get_xdata()) for line in seconds.lines] == [[1.0, 1.5, 2.0], [3.0, 4.0, 5.0]]
+    assert [text.get_text() for text in steps.texts] == ["a", "b"]  # beside the lines
 
 
 def test_what_is_no_run_is_named(two_runs, tmp_path):
