@@ -26,11 +26,12 @@ from lightning_hybrid.strategy.arguments import (
     refuse_nothing_to_train,
     refuse_slices,
     refuse_two_precisions,
+    refuse_what_is_not_averaged,
     user_moves_batches,
-    warn_of_coupled_batches,
     with_masters,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
