@@ -20,7 +20,7 @@ ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
     "flavours": {"fabric", "strategy", "pipeline", "precision", "checkpoint"},
     "fabric": {"strategy", "precision", "checkpoint", "comm"},
-    "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch"},
+    "strategy": {"run_status", "precision", "checkpoint", "comm", "data.prefetch", "data.exact_loader", "data.batch_counters"},
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
