@@ -12,33 +12,29 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hybrid.data.random_streams import (
-    SeededIndex,
-    SeededStreams,
-    restore_stream,
-    state_of_stream,
-    streams_of,
-)
+from lightning_hybrid.data.random_streams import SeededIndex, SeededStreams, restore_stream, state_of_stream, streams_of
 from lightning_hybrid.lightning_names import lightning_function
 
 _START, _ITER, _ORDER, _CONTENT = range(4)  # what random numbers are for
+_FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
 # What they draw from global streams, they draw before their first index.
-_DRAW_AT_ONCE = (
-    *(data.RandomSampler, data.SequentialSampler, DistributedSampler),
-    *(data.WeightedRandomSampler, data.SubsetRandomSampler),
-)
+_DRAW_AT_ONCE = (*_FROM_EPOCH, data.RandomSampler, data.WeightedRandomSampler, data.SubsetRandomSampler)
 _END = object()
 
 
@@ -54,44 +50,48 @@ class Place(NamedTuple):
     batches: int = 0
 
 
-class Reader(Protocol):
-    """Who reads: data rank, of how many, with which seed, and how many batches make a step."""
-
-    rank: int
-    world_size: int
-    seed: int
-    accumulate_grad_batches: int
-
-    def place_of(self, loader: ExactLoader) -> Place:
-        """Return where the iteration of `loader` that begins now is."""
-
-
 def can_be_exact(loader: object) -> bool:
     """Return whether `exact` is for this loader: torch's, without a state of its own that would be restored.
 
-    torchdata's state is lost under a distributed sampler, and a batch of a stream with it: it is not used.
+    torchdata's is not: under a distributed sampler it is lost, and with it a batch of a stream.
     """
     is_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
     return isinstance(loader, DataLoader) and (is_torchdata or not hasattr(loader, "load_state_dict"))
 
 
-def exact(loader: DataLoader[Any], reader: Reader) -> ExactLoader:
-    """Return a copy of `loader`, of its class, that resumes. The user's own object stays as it is."""
+def exact(loader: DataLoader[Any], reader: Any) -> ExactLoader:
+    """Return a copy of `loader`, of its class, that resumes. The user's own object stays as it is.
+
+    `reader`: data `rank` of `world_size`, `seed`, `accumulate_grad_batches`, and a method `place_of(loader)`.
+    """
     made: Any = copy.copy(loader)
     made.__class__ = type(type(loader).__name__, (ExactLoader, type(loader)), {"__module__": __name__})
     made.begin(reader)
-    return made  # type: ignore[no-any-return]
+    return made
+
+
+def of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
+    """Return what a checkpoint holds of these states, None for those of others. Collective, unless `is_alone`."""
+    found: list[Any] = [(rank, [state.get("own") for state in states])]
+    if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+        own, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+    return [
+        {**state, "own": None, "of_ranks": {rank: own[place] for rank, own in found}} if "own" in state else None
+        for place, state in enumerate(states)
+    ]
 
 
 class ExactLoader(DataLoader[Any]):
     """What `exact` adds to the class of a loader; its state is that after the last batch that it gave."""
 
-    def begin(self, reader: Reader) -> None:
+    def begin(self, reader: Any) -> None:
         """Set up the copy."""
-        self.reader, self._iterator, self.place = reader, None, Place(-1)
+        self.reader, self._iterator = reader, None
+        self.number = 0  # of several loaders
         self.loaded: dict[str, Any] | None = None  # to go on from
-        self.has_begun = self._was_over = False
-        self.is_stream = isinstance(self.dataset, IterableDataset)
+        self.has_begun = self._has_ended_once = False
+        self.is_stream = isinstance(self.dataset, data.IterableDataset)
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
         sampler = getattr(self, name)
         object.__setattr__(self, name, _Indices(sampler, self))  # `DataLoader` refuses to set it
@@ -99,18 +99,27 @@ class ExactLoader(DataLoader[Any]):
         in_wrapper = getattr(getattr(inner, "dataset", None), "_sampler", None)  # Lightning's, of other samplers
         self._own_streams = list(streams_of(self, sampler, inner, in_wrapper).values())
         self._draws_at_once = type(inner) in _DRAW_AT_ONCE and type(sampler) in (data.BatchSampler, *_DRAW_AT_ONCE)
-        self.follows_from_epoch = self._draws_at_once and type(inner) in (DistributedSampler, data.SequentialSampler)
+        self.follows_from_epoch = self._draws_at_once and type(inner) in _FROM_EPOCH
         # The order of which Lightning deals each step's images to any number of ranks.
-        is_dealt = self.follows_from_epoch and type(inner) is DistributedSampler and self.batch_size is not None
+        is_dealt = self._draws_at_once and type(inner) is DistributedSampler and self.batch_size is not None
         self._dealt = (len(inner.dataset), inner.seed, inner.shuffle, self.drop_last) if is_dealt else None
-        self._seeded = SeededStreams()
-        self._batches = self._total = self._checksum = 0  # given: of the cycle, of the epoch
-        self._is_followed = True  # it gives one batch for each index list
-        self._checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
+        self._seeded, self._total = SeededStreams(), 0  # batches of the epoch, all cycles
         self._before: list[Any] = []  # own streams when the iteration began
-        self._kept: dict[int, Any] = {}  # of a stream: states by number of batches
+        self._set_place(Place(-1))
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    def _set_place(self, place: Place) -> None:
+        self.place, self._batches, self._is_over = place, place.batches, False
+        self._is_followed, self._checksum = True, 0  # one batch comes for each index list
+        self._checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
+        self._expected: tuple[int, int | None] | None = None
+        self._kept: dict[int, Any] = {}  # of a stream: states by number of batches
+        if place.epoch >= 0:
+            lightning_function("fabric.utilities.data._set_sampler_epoch")(self, place.epoch)
+
+    @property
+    def itself(self) -> ExactLoader:
+        """The loader, also where another object stands before it and gives its attributes."""
+        return self
 
     @property
     def _keeper(self) -> Any:
@@ -118,24 +127,19 @@ class ExactLoader(DataLoader[Any]):
         owners = (super(), self.dataset if self.num_workers == 0 else None) if self.is_stream else ()
         return next((one for one in owners if hasattr(one, "load_state_dict")), None)
 
+    # ---- state -----------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch; `own` is what ranks do not share."""
         own: dict[str, Any] = {"seed": self.reader.seed, "checksum": self._checksum if self._is_followed else None}
         if self._own_streams:
             own |= {"streams": self._before, "streams_now": [state_of_stream(one) for one in self._own_streams]}
-        if self._keeper is not None:
+        if self._kept:
             own["kept"] = dict(self._kept)
-        return {
-            **self.place._asdict(),
-            "batches": self._batches,
-            "total": self._total,
-            "world_size": self.reader.world_size,
-            "accumulate_grad_batches": self.reader.accumulate_grad_batches,
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-            "dealt": self._dealt,
-            "own": own,
-        }
+        place = {**self.place._asdict(), "batches": self._batches, "total": self._total, "is_over": self._is_over}
+        layout = {"world_size": self.reader.world_size, "batch_size": self.batch_size, "num_workers": self.num_workers}
+        accumulate = self.reader.accumulate_grad_batches
+        return place | layout | {"accumulate_grad_batches": accumulate, "dealt": self._dealt, "own": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state in which `of_ranks` has `own` by rank. torchdata's, as `ddp` saves it, is not used."""
@@ -149,16 +153,12 @@ class ExactLoader(DataLoader[Any]):
     def caveat(self) -> str:
         """What cannot be exact, or has a cost; empty: nothing."""
         if self.num_workers and not self.in_order:
-            return "`in_order` (=False) lets its workers decide on the order: it cannot be resumed in mid-epoch"
+            return "in_order=False lets its workers decide on the order"
         if not self._is_followed:
-            return "it does not give one batch for each index list of its sampler: it cannot be resumed in mid-epoch"
-        if self.is_stream and self._keeper is None:
-            return (
-                "its data set is a stream whose state is out of reach: a resumed run reads the batches before the "
-                "checkpoint again and drops them, and an order that is not a function of the epoch does not come "
-                "again. Give the data set `state_dict` and `load_state_dict` and the loader num_workers=0, or take "
-                "torchdata's StatefulDataLoader"
-            )
+            return "it does not give one batch for each index list of its sampler"
+        if self.is_stream:
+            cost = "it reads the batches before the checkpoint again, as its state is out of reach, and "
+            return f"{'' if self._keeper else cost}what a stream counts from epoch to epoch does not come again"
         own = ", ".join(f"`{name}`" for name in streams_of(self.dataset))
         return f"random numbers that its data set draws from {own} do not come again" if own else ""
 
@@ -167,38 +167,43 @@ class ExactLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return _Run(self)
 
+    def _words(self, purpose: int, number: int = 0) -> tuple[int, ...]:
+        rank = (self.reader.rank,) if purpose == _CONTENT else ()
+        return self.reader.seed % 2**64, self.number, *self.place[:2], number, purpose, *rank
+
     def _seeded_for(self, purpose: int, number: int = 0) -> AbstractContextManager[None]:
         return self._seeded(*self._words(purpose, number))
-
-    def _words(self, purpose: int, number: int) -> tuple[int, ...]:
-        rank = (self.reader.rank,) if purpose == _CONTENT else ()
-        return self.reader.seed % 2**64, self.place.epoch, self.place.cycle, number, purpose, *rank
 
     def start(self) -> Iterator[Any]:
         """Begin an iteration where the reader says."""
         place = self.reader.place_of(self)
-        if place.cycle and not self.has_begun and not self._was_over:
-            self._was_over = True  # Lightning asks again, and remembers that this loader has ended once
+        if place.cycle and not self.has_begun and not self._has_ended_once:
+            self._has_ended_once = True  # Lightning asks again, and remembers that this loader has ended
             return iter(())
         state, self.loaded = self.loaded or {}, None
-        goes_on_here = bool(state) and place[:2] == (state["epoch"], state["cycle"])
+        is_here, own = bool(state) and place[:2] == (state["epoch"], state["cycle"]), state.get("own") or {}
         if place.batches:
-            self._refuse_other(state, place, goes_on_here)
+            self._refuse_other(state, place, is_here)
         is_first, self.has_begun = not (self.has_begun or state), True
-        own, num_batches = state.get("own") or {}, None if self.is_stream else length_of(self)
-        is_over = num_batches is not None and place.batches >= num_batches
-        streams = own.get("streams" if goes_on_here and not is_over else "streams_now", [])
-        for stream, saved in zip(self._own_streams, streams, strict=False):  # of a stock file: none
-            restore_stream(stream, saved)
-        self.place, self._batches, self._total = place, place.batches, place.batches
-        self._checksum, self._checksums, self._kept = 0, deque(), {}
-        self._is_followed = True
-        if is_over:  # a sampler that is drawn to its end again may draw once more than it did
+        is_certain = self.is_stream or self.follows_from_epoch or own.get("checksum") is None
+        if not is_here and not is_certain and state["batches"]:
+            self._draw_again(state, own)
+        is_over = not self.is_stream and 0 < (length_of(self) or 0) <= place.batches
+        if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more than it did
+            self._restore(own.get("streams_now", ()))
+        self._set_place(place)
+        if is_here or place.cycle == 0:
+            self._total = place.batches + (state["total"] - state["batches"] if is_here else 0)
+        if is_over:
             return iter(())
-        self._expected = (state["batches"], own.get("checksum")) if goes_on_here and own else None
+        if is_first or not self.persistent_workers:
+            # What a `DataLoader` draws to seed its workers: other numbers of the run stay those of `ddp`.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if is_here and own:
+            self._restore(own.get("streams", ()))
+            self._expected = state["batches"], own["checksum"]
         self._before = [state_of_stream(one) for one in self._own_streams]
-        lightning_function("fabric.utilities.data._set_sampler_epoch")(self, place.epoch)
-        kept = own.get("kept", {}) if goes_on_here else {}
+        kept = own.get("kept", {}) if is_here else {}
         num_read = max((number for number in kept if number <= place.batches), default=0)
         if num_read:
             self._keeper.load_state_dict(kept[num_read])
@@ -208,34 +213,48 @@ class ExactLoader(DataLoader[Any]):
                 batches: Iterator[Any] = super().__iter__()
         finally:
             self.generator = generator
-        if is_first or not self.persistent_workers:
-            # What a `DataLoader` draws to seed its workers: other numbers of the run stay those of `ddp`.
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
         if self.is_stream:
-            self._batches = num_read
+            total, self._batches = self._total, num_read
             while self._batches < place.batches:
                 self.read(batches)
+            self._total = total
         return batches
+
+    def _restore(self, states: Sequence[Any]) -> None:
+        for stream, state in zip(self._own_streams, states, strict=False):  # a checkpoint of `ddp` has none
+            restore_stream(stream, state)
+
+    def _draw_again(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        # The iteration before, to the batch: there are no indices of the next one to compare with.
+        self._restore(own.get("streams", ()))
+        self._set_place(Place(state["epoch"], state["cycle"]))
+        self._expected = state["batches"], own["checksum"]
+        try:
+            deque(islice(self._index_sampler, state["batches"]), maxlen=0)
+        except NotExactError as error:
+            warnings.warn(f"{error} From this epoch's end on, images may be others.", stacklevel=2)
 
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, and count it."""
         with nullcontext() if self.num_workers else self._seeded_for(_CONTENT, self._batches):
-            batch = next(batches)
-        self._batches += 1
-        self._total += self._batches > self.place.batches
-        if self._keeper is not None:
-            self._kept[self._batches] = copy.deepcopy(self._keeper.state_dict())
+            batch = next(batches, _END)
+        if batch is _END:
+            self._is_over = True
+            raise StopIteration
+        self._batches, self._total = self._batches + 1, self._total + 1
+        if (keeper := self._keeper) is not None:
+            self._kept[self._batches] = copy.deepcopy(keeper.state_dict())
+            # Lightning may hold one batch, and a step that was not made is read again.
             self._kept.pop(self._batches - self.reader.accumulate_grad_batches - 2, None)
         elif self.is_stream:
             self._checksum = _checksum_of_batch(batch)
             self._compare(self._batches, self._checksum)
         elif self._is_followed:
-            most = 1 + self.num_workers * (self.prefetch_factor or 0)
-            self._is_followed = 1 <= len(self._checksums) <= most
+            self._is_followed = 1 <= len(self._checksums) <= 1 + self.num_workers * (self.prefetch_factor or 0)
             if self._is_followed:
                 self._checksum = self._checksums.popleft()
             elif self.place.batches:
-                raise NotExactError(f"{_name(self)} cannot be resumed: {self.caveat}. {_CURE}")
+                raise self._error(self.caveat)
         return batch
 
     def indices(self, sampler: Any) -> Iterator[Any]:
@@ -266,56 +285,44 @@ class ExactLoader(DataLoader[Any]):
 
     def _compare(self, number: int, checksum: int | None) -> None:
         if self._expected is not None and number == self._expected[0]:
-            (_, expected), self._expected = self._expected, None
+            expected, self._expected = self._expected[1], None
             if checksum != expected:
-                what = "data set does not give the batches" if self.is_stream else "sampler does not give the indices"
-                raise NotExactError(
-                    f"{_name(self)} cannot be resumed in mid-epoch: its {what} that it gave before the checkpoint, as "
-                    "it draws from streams that it makes itself, counts its iterations, or is another one. Let its "
-                    f"order follow from `set_epoch`, from a generator that it holds, or from global streams. {_CURE}"
+                raise self._error(
+                    f"its {'data set' if self.is_stream else 'sampler'} does not give again what it gave before the "
+                    "checkpoint, as it draws from streams that it makes itself, counts its iterations, or is another "
+                    "one. Let its order follow from `set_epoch`, a generator that it holds, or global streams"
                 )
 
-    def _refuse_other(self, state: Mapping[str, Any], place: Place, goes_on_here: bool) -> None:
-        """Check that the batches from `place` on are those that were left.
-
-        Raises:
-            NotExactError: names what differs.
-        """
-        name, reader = _name(self), self.reader
-        if self.num_workers and not self.in_order:
-            raise NotExactError(f"{name} cannot be resumed: {self.caveat}. Set in_order=True. {_CURE}")
-        if not state:
-            return  # of `ddp`: what is known is said
-        now = {"world_size": reader.world_size, "batch_size": self.batch_size}
-        if self.is_stream:
-            now["num_workers"] = self.num_workers
-        differs = [key for key, value in now.items() if value != state[key]]
-        if differs and not (self._dealt is not None and self._dealt == state["dealt"] and place.cycle == 0):
+    def _refuse_other(self, state: Mapping[str, Any], place: Place, is_here: bool) -> None:
+        # The batches from the place on must be those that were left. Of a checkpoint of `ddp` nothing is known.
+        reader, why = self.reader, self.caveat if self.num_workers and not self.in_order else ""
+        now = {"world_size": reader.world_size, "batch_size": self.batch_size, "num_workers": self.num_workers}
+        differs = [key for key in tuple(now)[: 2 + self.is_stream] if state and now[key] != state[key]]
+        own = state.get("own")
+        if differs and (self._dealt is None or self._dealt != state["dealt"] or place.cycle):
             key = differs[0]
-            raise NotExactError(
-                f"{name}: `{key}` (={now[key]}) must be that of the checkpoint (={state[key]}) in mid-epoch, as its "
-                f"order is not one that can be dealt otherwise. Set {key}={state[key]}. {_CURE}"
-            )
-        before, images = (
-            size * world * accumulate
-            for size, world, accumulate in (
-                (state["batch_size"], state["world_size"], state["accumulate_grad_batches"]),
-                (self.batch_size, reader.world_size, reader.accumulate_grad_batches),
-            )
-        ) if differs else (0, 0)
-        if before != images:
-            fits = before / (reader.world_size * reader.accumulate_grad_batches)
-            raise NotExactError(
-                f"{name}: `batch_size` (={self.batch_size}) on {reader.world_size} ranks, "
-                f"{reader.accumulate_grad_batches} batches a step, must give the {before} images a step of the "
-                f"checkpoint in mid-epoch. Set batch_size={fits:g}. {_CURE}"
-            )
-        is_known = self.follows_from_epoch or state["own"] is not None
-        if not differs and (not is_known or (self._own_streams and not goes_on_here)):
-            raise NotExactError(
-                f"{name} cannot be resumed in mid-epoch: the checkpoint, saved by one rank that an error ended or "
-                f"within a step that is made again, lacks the state of its sampler. Resume from another one. {_CURE}"
-            )
+            why = f"`{key}` (={now[key]}) must be that of the checkpoint: set {key}={state[key]}"
+        elif differs:
+            ways = reader.world_size * reader.accumulate_grad_batches
+            images = state["batch_size"] * state["world_size"] * state["accumulate_grad_batches"]
+            if self.batch_size * ways != images:
+                why = (
+                    f"`batch_size` (={self.batch_size}) must give the {images} images of a step: set {images / ways:g}"
+                )
+        elif own is not None and own["checksum"] is None:
+            why = "it did not give one batch for each index list of its sampler"
+        elif state and (
+            place.batches < 0 or (own is None and not self.follows_from_epoch) or (self._own_streams and not is_here)
+        ):
+            why = "the checkpoint, of one rank alone or of a step that is made again, lacks its sampler's state"
+        if why:
+            raise self._error(why)
+
+    def _error(self, why: str) -> NotExactError:
+        return NotExactError(
+            f"The training loader ({type(self).__name__} of {type(self.dataset).__name__}) cannot be resumed in "
+            f"mid-epoch: {why}. Or resume from an epoch's end, or with exact_resume=False from other images."
+        )
 
 
 class _Run(Iterator[Any]):
@@ -338,7 +345,7 @@ class _Indices:
     # Stands for the sampler or batch sampler in the copy of its loader.
 
     def __init__(self, sampler: Any, loader: ExactLoader) -> None:
-        self.__dict__.update(_sampler=sampler, _loader=loader)
+        vars(self).update(_sampler=sampler, _loader=loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader.indices(self._sampler)
@@ -353,13 +360,6 @@ class _Indices:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._sampler, name, value)
-
-
-_CURE = "Or resume from an epoch's end, or with exact_resume=False from other images."
-
-
-def _name(loader: DataLoader[Any]) -> str:
-    return f"The training loader ({type(loader).__name__} of {type(loader.dataset).__name__})"
 
 
 def length_of(loader: Any) -> int | None:
@@ -379,5 +379,5 @@ def _checksum_of_index(index: Any, before: int) -> int:
 
 def _checksum_of_batch(batch: Any) -> int:
     # Of the first numbers of each tensor: all of a batch would take too long.
-    parts = [one.flatten()[:64].tolist() if isinstance(one, Tensor) else one for one in torch.utils._pytree.tree_leaves(batch)]
-    return zlib.crc32(repr([one for one in parts if isinstance(one, list | str | int | float)]).encode())
+    leaves = (one.flatten()[:64].tolist() if isinstance(one, Tensor) else one for one in tree_leaves(batch))
+    return zlib.crc32(repr([one for one in leaves if isinstance(one, list | str | int | float)]).encode())

@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL: Any = np.random.mtrand  # NumPy's, whose generator can be exchanged
 
 
 def seed_streams(*words: int) -> None:
@@ -24,15 +25,15 @@ def seed_streams(*words: int) -> None:
     # Not by `torch.manual_seed`: that would seed the streams of GPUs too, from which dropout draws.
     torch.default_generator.manual_seed(for_torch)
     random.seed(for_python)
-    if not isinstance(np.random.get_bit_generator(), np.random.MT19937):  # of a worker's user: no other can be seeded
-        np.random.set_bit_generator(np.random.MT19937())
+    if not isinstance(_GLOBAL.get_bit_generator(), np.random.MT19937):  # a worker's; no other kind can be seeded
+        _GLOBAL.set_bit_generator(np.random.MT19937())
     np.random.seed(for_numpy)
 
 
 class SeededStreams:
     """Contexts in which the global streams are seeded by numbers, and after which they are as they were before.
 
-    In a context within a context the outer one's streams begin again when the inner one ends.
+    After a context within another one the outer one's streams begin again.
 
     >>> seeded = SeededStreams()
     >>> with seeded(3, 4):
@@ -43,8 +44,7 @@ class SeededStreams:
     """
 
     def __init__(self) -> None:
-        # To exchange NumPy's generator costs a tenth of copying its state back.
-        self._spare = np.random.MT19937()
+        self._spare = np.random.MT19937()  # to exchange NumPy's generator takes a tenth of copying its state back
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
@@ -53,25 +53,25 @@ class SeededStreams:
         outer, self._outer = self._outer, words
         if outer is None:
             of_torch, of_python = torch.default_generator.get_state(), random.getstate()
-            of_numpy, generator = np.random.get_state(legacy=False), np.random.get_bit_generator()
-            np.random.set_bit_generator(self._spare)
+            of_numpy, generator = np.random.get_state(legacy=False), _GLOBAL.get_bit_generator()
+            _GLOBAL.set_bit_generator(self._spare)
         seed_streams(*words)
         try:
             yield
         finally:
             self._outer = outer
-            if outer is None:
+            if outer is not None:
+                seed_streams(*outer)
+            else:
                 torch.default_generator.set_state(of_torch)
                 random.setstate(of_python)
-                np.random.set_bit_generator(generator)
-                if of_numpy["has_gauss"]:  # the other one of a pair of normal numbers, which an exchange loses
+                _GLOBAL.set_bit_generator(generator)
+                if of_numpy["has_gauss"]:  # the second of a pair of normal numbers, which an exchange loses
                     np.random.set_state(of_numpy)
-            else:
-                seed_streams(*outer)
 
 
 class SeededIndex:
-    """An index on its way to a worker of a `DataLoader`, which gets the plain index, and seeded streams.
+    """An index on its way to a worker of a `DataLoader`, which gets the plain one, and seeded streams.
 
     It is unpickled in the worker's main thread, just before the worker reads the batch.
     """
@@ -89,14 +89,12 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
 
 
 def streams_of(*owners: object) -> dict[str, Any]:
-    """Return the streams of random numbers that these objects hold, each once, by the name of class and attribute."""
-    found = {}
-    for owner in owners:
-        for name, value in getattr(owner, "__dict__", {}).items():
-            # `SystemRandom` has no state.
-            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
-                found.setdefault(id(value), (f"{type(owner).__name__}.{name}", value))
-    return dict(found.values())
+    """Return the streams of random numbers that these objects hold, each once, by class and attribute."""
+    pairs = [(one, name, value) for one in owners for name, value in getattr(one, "__dict__", {}).items()]
+    # `SystemRandom` has no state.
+    found = [each for each in pairs if isinstance(each[2], _KINDS) and not isinstance(each[2], random.SystemRandom)]
+    once = {id(value): (f"{type(one).__name__}.{name}", value) for one, name, value in found}
+    return dict(once.values())
 
 
 def state_of_stream(stream: Any) -> Any:
@@ -107,7 +105,7 @@ def state_of_stream(stream: Any) -> Any:
         return stream.getstate()
     is_old = isinstance(stream, np.random.RandomState)
     state = stream.get_state(legacy=False) if is_old else stream.bit_generator.state
-    return apply_to_collection(state, np.ndarray, lambda array: torch.from_numpy(array.copy()))
+    return apply_to_collection(state, np.ndarray, lambda one: torch.from_numpy(one.copy()))
 
 
 def restore_stream(stream: Any, state: Any) -> None:
@@ -117,8 +115,6 @@ def restore_stream(stream: Any, state: Any) -> None:
     elif isinstance(stream, random.Random):
         stream.setstate(state)
     else:
-        state = apply_to_collection(state, Tensor, lambda tensor: tensor.numpy())
-        if isinstance(stream, np.random.RandomState):
-            stream.set_state(state)
-        else:
-            stream.bit_generator.state = state
+        owner = stream if isinstance(stream, np.random.RandomState) else stream.bit_generator
+        state = apply_to_collection(state, Tensor, lambda one: one.numpy())
+        owner.set_state(state) if owner is stream else setattr(owner, "state", state)

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -55,6 +56,8 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         comm: how sums are carried out: `Comm(...)`; a planner chooses a plan for each module.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        exact_resume: whether loaders of `fabric.setup_dataloaders` can stand in the state of `fabric.save` and
+            `fabric.load`, and go on with the images that were left; data/README.md has what else changes.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
@@ -79,6 +82,7 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: int | None = None,
         comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
+        exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -106,6 +110,7 @@ class FabricHybridAllReduce(_Base):
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
         )
+        self._exact_resume, self._num_loaders = exact_resume, 0
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
         self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
@@ -198,6 +203,17 @@ class FabricHybridAllReduce(_Base):
             self._half.connect_optimizer(optimizer)
         return optimizer
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader, as one that `save_checkpoint` and `load_checkpoint` take."""
+        from lightning_hybrid.data.exact_loader import can_be_exact, exact  # here: its package brings loaders of ours
+
+        dataloader = super().process_dataloader(dataloader)
+        if not self._exact_resume or not can_be_exact(dataloader):
+            return dataloader
+        made = exact(dataloader, _LoopReader(self.global_rank, self.world_size, torch.initial_seed()))
+        made.number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        return made
+
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -227,8 +243,13 @@ class FabricHybridAllReduce(_Base):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with the loss scales next to the state of an optimizer."""
-        half = self._half
+        """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
+        half, state = self._half, dict(state)
+        for name, loader in state.items():
+            if hasattr(loader, "itself"):
+                from lightning_hybrid.data.exact_loader import of_all_ranks
+
+                (state[name],) = of_all_ranks([loader.state_dict()], self.global_rank, is_alone=False)
         if half is not None and _has_optimizer(state) and (own := half.state_dict()):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
@@ -293,6 +314,23 @@ class FabricHybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
+
+
+@dataclass
+class _LoopReader:
+    """Who reads in a user's own loop: each iteration is an epoch, and the first goes on from the loaded state."""
+
+    rank: int
+    world_size: int
+    seed: int
+    accumulate_grad_batches: int = 1
+
+    def place_of(self, loader: Any) -> Any:
+        from lightning_hybrid.data.exact_loader import Place, length_of
+
+        state = loader.loaded or {"epoch": loader.place.epoch, "is_over": True}
+        is_over = state["is_over"] or state["batches"] == length_of(loader)
+        return Place(state["epoch"] + 1) if is_over else Place(state["epoch"], 0, state["batches"])
 
 
 def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:

@@ -64,8 +64,7 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
-        exact_resume: whether a resumed fit goes on in mid-epoch with the images that were left in a user's `DataLoader`;
-            random numbers in it then follow from seed, rank and place. False: those of `ddp`.
+        exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -126,7 +125,8 @@ class HybridAllReduce(_Base):
     ) -> None:
         between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures, self._loaders = CommSetup(self._kind), FailureReports(), TrainingLoaders(exact_resume)
+        self._comm, self._failures = CommSetup(self._kind), FailureReports()
+        self._loaders = TrainingLoaders(exact_resume)
         for_ddp = self._comm.take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduce).parameters,
@@ -307,10 +307,7 @@ class HybridAllReduce(_Base):
             self._has_optimizers = False
             return
         super().setup_optimizers(trainer)
-        if trainer.ckpt_path is not None:
-            # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
-            # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
-            trainer.fit_loop._combined_loader = None
+        self._loaders.after_optimizers(trainer)
         assert self.lightning_module is not None
         refuse_foreign_parameters(self.optimizers, self.lightning_module)
 

@@ -1,18 +1,17 @@
 """Loaders that users write, and what a fit reads of them that is stopped anywhere and resumed.
 
-One undisturbed fit of a kind writes a checkpoint after each step; a case is a fit that goes on from one of them. What is
-read is compared batch by batch, images and the random numbers of their transforms apart.
+One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on from one of them. Images are compared batch
+by batch, and the random numbers of their transforms.
 """
 
 from __future__ import annotations
 
 import random
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -172,7 +171,6 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     is_refused: str = ""
-    steps: int = 4 * 2  # of an epoch on two ranks
     ranks: tuple[int, ...] = (1, 2)
     workers: tuple[int, ...] = (0, 2)
 
@@ -278,9 +276,7 @@ KINDS: dict[str, Kind] = {
         is_refused="streams that it makes itself",
         ranks=(2,),
     ),
-    "in_order=False": Kind(
-        make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)
-    ),
+    "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
 }
 
 
@@ -314,12 +310,13 @@ if find_spec("torchdata") is not None:
 
 
 class Reads(pl.LightningModule):
-    """Notes what it reads: epoch, images, random numbers."""
+    """Notes what it reads: number of the batch -> epoch, images, random numbers."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
         self.make, self.layer = make, torch.nn.Linear(1, 1)
-        self.read: dict[int, tuple[int, Any, Any]] = {}  # by number of the batch
+        self.read: dict[int, tuple[int, Any, Any]] = {}
+        self.said: list[str] = []
 
     def train_dataloader(self) -> Any:
         return self.make()
@@ -328,10 +325,11 @@ class Reads(pl.LightningModule):
         return of(Images(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        parts = batch if isinstance(batch, dict) else dict(enumerate(batch)) if isinstance(batch[0], list) else {"": batch}
-        found = [None if part is None else (part[0].flatten().tolist(), part[1].tolist()) for part in parts.values()]
-        images, numbers = zip(*[one or (None, None) for one in found], strict=True)
-        self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, numbers
+        is_many = isinstance(batch, dict) or isinstance(batch[0], list)
+        parts = (list(batch.values()) if isinstance(batch, dict) else batch) if is_many else [batch]
+        images = [None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts]
+        drawn = [None if part is None else part[1].tolist() for part in parts]
+        self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, drawn
         return self.layer(torch.ones(1, 1)).sum() * 1e-3
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -341,70 +339,73 @@ class Reads(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class SavesEachStep(pl.Callback):
-    """Saves after each batch, as a user's callback does, and at the end of each epoch."""
+class Saves(pl.Callback):
+    """Saves after these batches, and at the end of the first epoch."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, stops: list[int]) -> None:
+        self.folder, self.stops = folder, stops
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.save_checkpoint(f"{self.folder}/{trainer.fit_loop.total_batch_idx + 1}.ckpt")
+        if (done := trainer.fit_loop.total_batch_idx + 1) in self.stops:
+            trainer.save_checkpoint(f"{self.folder}/{done}.ckpt")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.save_checkpoint(f"{self.folder}/epoch{trainer.current_epoch}.ckpt")
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{self.folder}/0.ckpt")
 
 
-def fit(name: str, strategy: Any, workers: int, *, folder: str = "", path: str | None = None, **more: Any) -> Reads:
-    """One fit of a kind, from a checkpoint or the start."""
-    kind = KINDS[name]
+def fit(kind: Kind, strategy: Any, workers: int, callbacks: Any = (), path: str | None = None, **more: Any) -> Reads:
+    """One fit, from a checkpoint or the start."""
     pl.seed_everything(3, verbose=False)
     module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
-    validates = "val_check_interval" in kind.settings
-    settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings | more
+    settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings
+    validates = "val_check_interval" in settings
     trainer = toy.trainer(
         strategy=strategy() if callable(strategy) else strategy,
         max_epochs=NUM_EPOCHS,
-        callbacks=[SavesEachStep(folder)] if folder else [],
+        callbacks=list(callbacks),
         limit_val_batches=1 if validates else 0,
         num_sanity_val_steps=0,
-        **settings,
+        **settings | more,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer.fit(module, ckpt_path=path)
+    module.said = [str(one.message) for one in caught]
     return module
 
 
-def outcomes(name: str, strategy: Any, workers: int, stops: list[str | int], folder: str) -> list[dict[str, Any]]:
-    """On a rank: what became of fits that go on from each of `stops`; "e0" is the end of epoch 0."""
-    own = tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else ""
-    place = [own]
-    dist.broadcast_object_list(place)
-    whole = fit(name, strategy, workers, folder=place[0]).read
-    return [after(name, strategy, workers, stop, place[0], whole) for stop in stops]
+STOPS = (0, 3, 8, 11, 20)  # batches done; 0: the end of the first epoch
 
 
-def after(name: str, strategy: Any, workers: int, stop: str | int, folder: str, whole: dict[int, Any]) -> dict[str, Any]:
-    """What a fit reads that goes on from one checkpoint, against what is left of `whole`."""
+def outcomes(
+    name: str, strategy: Any, workers: int, folder: str, stops: tuple[int, ...] = STOPS
+) -> list[dict[str, Any]]:
+    """On a rank: what became of fits that go on from `stops`, against an undisturbed one."""
+    kind, world = KINDS[name], dist.get_world_size()
+    whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
     per_epoch = 1 + max(number for number, one in whole.items() if one[0] == 0)
-    accumulate = KINDS[name].accumulate
-    if isinstance(stop, str):
-        path, first = f"{folder}/epoch{stop[1:]}.ckpt", (int(stop[1:]) + 1) * per_epoch
-    else:
-        stop = min(stop, len(whole) - 1)
-        path, first = f"{folder}/{stop}.ckpt", stop - (stop % per_epoch) % accumulate
-    found: dict[str, Any] = {"kind": name, "workers": workers, "ranks": dist.get_world_size(), "stop": stop, "error": ""}
+    found = []
+    for stop in stops:
+        if stop < len(whole):
+            first = per_epoch if stop == 0 else stop - (stop % per_epoch) % kind.accumulate
+            left = [one for number, one in sorted(whole.items()) if number >= first]
+            case = {"kind": name, "workers": workers, "ranks": world, "stop": stop, "batches": len(left)}
+            found.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
+    return found
+
+
+def after(kind: Kind, strategy: Any, workers: int, path: str, left: list[Any]) -> dict[str, Any]:
+    """What differs in a fit that goes on from a checkpoint from what was `left`, and what it said."""
     try:
-        read = fit(name, strategy, workers, path=path).read
+        module = fit(kind, strategy, workers, path=path)
     except Exception as error:
-        return found | {"error": f"{type(error).__name__}: {error}", "images": 0, "numbers": 0, "batches": 0}
-    left = [one for number, one in sorted(whole.items()) if number >= first]
-    again = [one for _, one in sorted(read.items())]
-    pairs = [(left[i : i + 1], again[i : i + 1]) for i in range(max(len(left), len(again)))]
-    differ = lambda part: sum([x[part] for x in a] != [x[part] for x in b] for a, b in pairs)  # noqa: E731
-    epochs = sum([x[0] for x in a] != [x[0] for x in b] for a, b in pairs)
-    return found | {"images": max(differ(1), epochs), "numbers": differ(2), "batches": len(pairs)}
-
-
-def folder_of(tmp_path: Path) -> str:
-    return str(tmp_path)
+        return {"images": 0, "numbers": 0, "said": f"{type(error).__name__}: {error}"}
+    again = [one for _, one in sorted(module.read.items())]
+    pairs = list(zip_longest(left, again, fillvalue=(None, None, None)))
+    said = [one for one in module.said if "training loader" in one or "not resumable" in one]
+    return {
+        "images": sum(one[:2] != other[:2] for one, other in pairs),
+        "numbers": sum(one[2] != other[2] for one, other in pairs),
+        "said": " ".join(said),
+    }
