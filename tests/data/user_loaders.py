@@ -1,7 +1,7 @@
 """Loaders that users write, and what a fit reads of them that is stopped anywhere and resumed.
 
-One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on from one of them. Images are compared batch
-by batch, and the random numbers of their transforms.
+One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on from one of them. Images are compared
+batch by batch, and the random numbers of their transforms.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def generator(seed: int = 9) -> torch.Generator:
 def of(data: Any = None, batch_size: int = 2, **options: Any) -> DataLoader:
     if options.get("num_workers"):
         options["multiprocessing_context"] = "fork"
-    return DataLoader(Images() if data is None else data, batch_size, **options)
+    return DataLoader(Images() if data is None else data, batch_size=batch_size, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
