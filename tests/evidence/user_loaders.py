@@ -1,4 +1,4 @@
-"""The grid of users' loaders, stopped and resumed: `python -m tests.evidence.user_loaders ARM WORKERS RANKS > rows.csv`.
+"""Loaders of users, stopped and resumed: `python -m tests.evidence.user_loaders ARM WORKERS RANKS > rows.csv`.
 
 ARM: `hybrid_allreduce`, `ddp`, or `stateful`: `ddp` with torchdata's StatefulDataLoader in each place of a DataLoader.
 """
