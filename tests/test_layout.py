@@ -99,7 +99,7 @@ def test_arrows_run_one_way():
 
 def test_the_walk_sees_what_it_should():
     """Guards the guard."""
-    assert ours(imports_of(PACKAGE / "strategy" / "training_loaders.py")) >= OF_DATA
+    assert ours(imports_of(PACKAGE / "strategy/exact_resume/training_loaders.py")) >= OF_DATA
     assert is_allowed("comm.engine.engine", "comm.plan")
     assert is_allowed("strategy.arguments", "comm.tuning.session")
     assert is_allowed("optim.lars", "optim.fused.step")

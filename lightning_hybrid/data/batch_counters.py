@@ -62,7 +62,7 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
 
 
 def place_to_go_on_from(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> tuple[int, int]:
-    """Return the epoch and its batches done to which the functions beside this one are going to set the counters.
+    """Return the epoch and its batches done to which the other functions are going to set the counters.
 
     Lightning asks a loader without a length for its first batch before `FitLoop.reset`.
     """

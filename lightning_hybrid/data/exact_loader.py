@@ -138,8 +138,8 @@ class ExactLoader(DataLoader[Any]):
             own["kept"] = dict(self._kept)
         place = {**self.place._asdict(), "batches": self._batches, "total": self._total, "is_over": self._is_over}
         layout = {"world_size": self.reader.world_size, "batch_size": self.batch_size, "num_workers": self.num_workers}
-        accumulate = self.reader.accumulate_grad_batches
-        return place | layout | {"accumulate_grad_batches": accumulate, "dealt": self._dealt, "own": own}
+        layout |= {"accumulate_grad_batches": self.reader.accumulate_grad_batches, "dealt": self._dealt}
+        return place | layout | {"own": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state in which `of_ranks` has `own` by rank. torchdata's, as `ddp` saves it, is not used."""
@@ -181,12 +181,12 @@ class ExactLoader(DataLoader[Any]):
             self._has_ended_once = True  # Lightning asks again, and remembers that this loader has ended
             return iter(())
         state, self.loaded = self.loaded or {}, None
-        is_here, own = bool(state) and place[:2] == (state["epoch"], state["cycle"]), state.get("own") or {}
+        is_here, own = place[:2] == (state.get("epoch"), state.get("cycle")), state.get("own") or {}
         if place.batches:
             self._refuse_other(state, place, is_here)
         is_first, self.has_begun = not (self.has_begun or state), True
         is_certain = self.is_stream or self.follows_from_epoch or own.get("checksum") is None
-        if not is_here and not is_certain and state["batches"]:
+        if not (is_here or is_certain) and state["batches"]:
             self._draw_again(state, own)
         is_over = not self.is_stream and 0 < (length_of(self) or 0) <= place.batches
         if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more than it did
@@ -204,8 +204,7 @@ class ExactLoader(DataLoader[Any]):
             self._expected = state["batches"], own["checksum"]
         self._before = [state_of_stream(one) for one in self._own_streams]
         kept = own.get("kept", {}) if is_here else {}
-        num_read = max((number for number in kept if number <= place.batches), default=0)
-        if num_read:
+        if num_read := max((number for number in kept if number <= place.batches), default=0):
             self._keeper.load_state_dict(kept[num_read])
         generator, self.generator = self.generator, None
         try:
@@ -270,7 +269,7 @@ class ExactLoader(DataLoader[Any]):
             with nullcontext() if is_drawn else self._seeded_for(_ORDER, number):
                 index = next(indices, _END)
             if index is _END:
-                if self._expected is not None and number < self._expected[0]:
+                if self._expected is not None:  # it ends too early
                     self._compare(self._expected[0], None)
                 return
             words, number = self._words(_CONTENT, number), number + 1
@@ -364,10 +363,8 @@ class _Indices:
 
 def length_of(loader: Any) -> int | None:
     """Return the number of batches, if it is known."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
+    found: int | None = lightning_function("fabric.utilities.data.sized_len")(loader)
+    return found
 
 
 def _checksum_of_index(index: Any, before: int) -> int:

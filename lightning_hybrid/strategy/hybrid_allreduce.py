@@ -30,6 +30,7 @@ from lightning_hybrid.strategy.arguments import (
     with_masters,
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
@@ -38,7 +39,6 @@ from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner,
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
-from lightning_hybrid.strategy.training_loaders import TrainingLoaders
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
