@@ -15,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
+    from recipes.cli.usage import refuse_missing_extras
+
+    refuse_missing_extras(_program.stem)
+
     from recipes.cli import command_line
 
     command_line.read(_program.stem)

@@ -1,8 +1,8 @@
 """Two processes train, one is killed, and the run goes on where it was, to the bit: `python quickstart.py`."""
 
 import os
+import shutil
 import signal
-import tempfile
 
 import lightning.pytorch as pl
 import torch
@@ -48,12 +48,16 @@ def train(folder, kill_at_step=None):
 
 
 if __name__ == "__main__":
-    runs = tempfile.mkdtemp()
+    runs = "quickstart"  # a folder here; train("quickstart/undisturbed") again would go on where that run ended
+    shutil.rmtree(runs, ignore_errors=True)
+    print("1/3 two processes train, undisturbed")
     undisturbed = train(f"{runs}/undisturbed")
+    print("2/3 the same again: process 1 is killed at step 50")
     try:
         train(f"{runs}/killed", kill_at_step=50)
     except Exception as error:
         print(error)
+    print("3/3 the same line once more: it goes on from the last checkpoint")
     resumed = train(f"{runs}/killed")
     print("same bits:", all(torch.equal(resumed[name], undisturbed[name]) for name in resumed))
     print(f"report: {runs}/killed/run.html")

@@ -1,4 +1,4 @@
-"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
+"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see hyperparams/README.md."""
 
 from pathlib import Path
 from typing import Any, cast

@@ -94,7 +94,7 @@ def fit(
 def play(scene: dict[str, Any]) -> Seen:
     """The fit of a scene, on this rank."""
     defaults = {"train": toy.loader, "val": None, "callbacks": [], "kind": HybridAllReduceStrategy, "save_to": None}
-    scene = {**defaults, "logger": Keeps(), **scene}
+    scene = {**defaults, "raises": False, "warns": False, "logger": Keeps(), **scene}
     module, train, val = (made(scene.pop(name)) for name in ("module", "train", "val"))
     raises, warns, save_to, kind = (scene.pop(name) for name in ("raises", "warns", "save_to", "kind"))
     call, ckpt_path = scene.pop("call", "fit"), scene.pop("ckpt_path", None)

@@ -23,6 +23,7 @@ ARROWS = {
     "fabric": {"strategy", "precision", "checkpoint", "comm", "data.exact_loader"},
     "strategy": {"run_status", "precision", "checkpoint", "comm"} | OF_DATA,
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
+    "contrastive": {"models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
     "comm": set(),
@@ -42,8 +43,37 @@ ARROWS = {
 FOR_ALL = {"checks", "atomic_file", "cpp.library", "lightning_names", "placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
 MOST_MODULES = 15
-MOST_LINES = 380  # about 300; past this a file asks to be split
-MAY_BE_LONGER = {"strategy/hybrid_allreduce.py": 455}  # one class that meets all of Lightning's hooks; may only shrink
+MOST_LINES = 300  # past this a file asks to be split
+MAY_BE_LONGER = {
+    "lightning_hybrid/callbacks/numerics.py": 308,
+    "lightning_hybrid/comm/engine/engine.py": 378,
+    "lightning_hybrid/comm/health/watchdog.py": 346,
+    "lightning_hybrid/comm/plan.py": 380,
+    "lightning_hybrid/comm/tuning/plan_trials.py": 303,
+    "lightning_hybrid/contrastive/losses.py": 315,
+    "lightning_hybrid/fabric/strategy.py": 309,
+    "lightning_hybrid/optim/lamb.py": 329,
+    "lightning_hybrid/optim/layerwise.py": 359,
+    "lightning_hybrid/pipeline/microbatches.py": 331,
+    "lightning_hybrid/pipeline/strategy.py": 330,
+    "lightning_hybrid/planning/cluster_costs.py": 318,
+    "lightning_hybrid/precision/master_weights.py": 367,
+    "lightning_hybrid/precision/plugin.py": 387,
+    "lightning_hybrid/strategy/hybrid_allreduce.py": 445,
+    "lightning_hybrid/strategy/local_steps/extension.py": 328,
+    "lightning_hybrid/strategy/options.py": 316,
+    "recipes/benchmarks/input_cases.py": 306,
+    "recipes/cli/config_check.py": 323,
+    "recipes/cli/preflight.py": 341,
+    "recipes/datasets/packing.py": 312,
+    "recipes/hyperparams/study.py": 350,
+    "recipes/networks/alexnet.py": 303,
+    "recipes/planning/calibration/microbenchmarks.py": 364,
+    "recipes/planning/simulate_report.py": 340,
+    "tests/evidence/faults/inject.py": 305,
+    "tests/evidence/planner/emulated.py": 340,
+}
+"""What is longer already: a number may only shrink, and a file of 300 lines leaves the table."""
 
 FORBIDDEN = r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
 """Words of a private language, in the prose of docstrings and comments."""
@@ -151,8 +181,9 @@ def test_every_folder_says_what_it_is_for_and_has_few_modules():
 
 def test_no_module_is_two_concepts_long():
     lines = {path: len(path.read_text().splitlines()) for path in [*MODULES, *PROGRAMS]}
-    most = {PACKAGE / name: number for name, number in MAY_BE_LONGER.items()}
+    most = {ROOT / name: number for name, number in MAY_BE_LONGER.items()}
     assert not {str(path): number for path, number in lines.items() if number > most.get(path, MOST_LINES)}
+    assert not [name for name in MAY_BE_LONGER if lines[ROOT / name] <= MOST_LINES]
 
 
 def test_no_two_modules_of_a_folder_differ_by_a_plural_or_ing():

@@ -48,7 +48,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_fancy_pypi_readme")
     base = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(base)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -71,6 +71,8 @@ def test_the_wheel_holds_what_runs_and_neither_records_nor_tests(installed):
     assert {"lightning_hybrid/_app/conf/train.yaml", "lightning_hybrid/_app/recipes/train.py"} <= set(names)
     assert not [name for name in names if "record" in name or "evidence" in name or "/tests/" in name]
     assert installed.wheel.stat().st_size < 1_000_000
+    page = zipfile.ZipFile(installed.wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert re.findall(r"\]\((?!https?:)[^)]*\)|(?:src|href)=\"(?!https?:)", page) == []
     for name in names:
         if "/_app/" in name:
             assert not re.search(

@@ -117,7 +117,8 @@ class StopOnSignal(Callback):
                 signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
         # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place.
         if trainer.world_size > 1:
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
+            loop: Any = trainer.fit_loop.epoch_loop
+            loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -11,10 +11,7 @@ A cycle is an iteration within an epoch: shorter loaders of a `CombinedLoader` h
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
-import zlib
-from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,20 +19,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils import data
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hybrid.data.random_streams import SeededIndex, SeededStreams, restore_stream, state_of_stream, streams_of
+from lightning_hybrid.data.index_lists import CONTENT, END, START, IndexLists, checksum_of_batch
+from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream, streams_of
 from lightning_hybrid.lightning_names import lightning_function
 
-_START, _ITER, _ORDER, _CONTENT = range(4)  # what random numbers are for
 _FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
 # What they draw from global streams, they draw before their first index.
 _DRAW_AT_ONCE = (*_FROM_EPOCH, data.RandomSampler, data.WeightedRandomSampler, data.SubsetRandomSampler)
-_END = object()
 
 
 class NotExactError(RuntimeError):
@@ -70,38 +63,25 @@ def exact(loader: DataLoader[Any], reader: Any) -> ExactLoader:
     return made
 
 
-def of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
-    """Return what a checkpoint holds of these states, None for those of others. Collective, unless `is_alone`."""
-    found: list[Any] = [(rank, [state.get("own") for state in states])]
-    if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
-        own, found = found[0], [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-    return [
-        {**state, "own": None, "of_ranks": {rank: own[place] for rank, own in found}} if "own" in state else None
-        for place, state in enumerate(states)
-    ]
-
-
 class ExactLoader(DataLoader[Any]):
     """What `exact` adds to the class of a loader; its state is that after the last batch that it gave."""
 
     def begin(self, reader: Any) -> None:
         """Set up the copy."""
-        self.reader, self._iterator = reader, None
-        self.number = 0  # of several loaders
+        self.reader, self._iterator, self.number = reader, None, 0  # of several loaders
         self.loaded: dict[str, Any] | None = None  # to go on from
         self.has_begun = self._has_ended_once = False
         self.is_stream = isinstance(self.dataset, data.IterableDataset)
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
         sampler = getattr(self, name)
-        object.__setattr__(self, name, _Indices(sampler, self))  # `DataLoader` refuses to set it
+        object.__setattr__(self, name, IndexLists(sampler, self))  # `DataLoader` refuses to set it
         inner: Any = getattr(sampler, "sampler", sampler)
         in_wrapper = getattr(getattr(inner, "dataset", None), "_sampler", None)  # Lightning's, of other samplers
         self._own_streams = list(streams_of(self, sampler, inner, in_wrapper).values())
-        self._draws_at_once = type(inner) in _DRAW_AT_ONCE and type(sampler) in (data.BatchSampler, *_DRAW_AT_ONCE)
-        self.follows_from_epoch = self._draws_at_once and type(inner) in _FROM_EPOCH
+        self.draws_at_once = type(inner) in _DRAW_AT_ONCE and type(sampler) in (data.BatchSampler, *_DRAW_AT_ONCE)
+        self.follows_from_epoch = self.draws_at_once and type(inner) in _FROM_EPOCH
         # The order of which Lightning deals each step's images to any number of ranks.
-        is_dealt = self._draws_at_once and type(inner) is DistributedSampler and self.batch_size is not None
+        is_dealt = self.draws_at_once and type(inner) is DistributedSampler and self.batch_size is not None
         self._dealt = (len(inner.dataset), inner.seed, inner.shuffle, self.drop_last) if is_dealt else None
         self._seeded, self._total = SeededStreams(), 0  # batches of the epoch, all cycles
         self._before: list[Any] = []  # own streams when the iteration began
@@ -109,9 +89,9 @@ class ExactLoader(DataLoader[Any]):
 
     def _set_place(self, place: Place) -> None:
         self.place, self._batches, self._is_over = place, place.batches, False
-        self._is_followed, self._checksum = True, 0  # one batch comes for each index list
-        self._checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
-        self._expected: tuple[int, int | None] | None = None
+        self._is_followed, self.checksum = True, 0  # one batch comes for each index list
+        self.checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
+        self.expected: tuple[int, int | None] | None = None
         self._kept: dict[int, Any] = {}  # of a stream: states by number of batches
         if place.epoch >= 0:
             lightning_function("fabric.utilities.data._set_sampler_epoch")(self, place.epoch)
@@ -131,15 +111,15 @@ class ExactLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch; `own` is what ranks do not share."""
-        own: dict[str, Any] = {"seed": self.reader.seed, "checksum": self._checksum if self._is_followed else None}
+        own: dict[str, Any] = {"seed": self.reader.seed, "checksum": self.checksum if self._is_followed else None}
         if self._own_streams:
             own |= {"streams": self._before, "streams_now": [state_of_stream(one) for one in self._own_streams]}
         if self._kept:
             own["kept"] = dict(self._kept)
         place = {**self.place._asdict(), "batches": self._batches, "total": self._total, "is_over": self._is_over}
         layout = {"world_size": self.reader.world_size, "batch_size": self.batch_size, "num_workers": self.num_workers}
-        layout |= {"accumulate_grad_batches": self.reader.accumulate_grad_batches, "dealt": self._dealt}
-        return place | layout | {"own": own}
+        more = {"accumulate_grad_batches": self.reader.accumulate_grad_batches, "dealt": self._dealt, "own": own}
+        return place | layout | more
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state in which `of_ranks` has `own` by rank. torchdata's, as `ddp` saves it, is not used."""
@@ -167,12 +147,14 @@ class ExactLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return _Run(self)
 
-    def _words(self, purpose: int, number: int = 0) -> tuple[int, ...]:
-        rank = (self.reader.rank,) if purpose == _CONTENT else ()
+    def words(self, purpose: int, number: int = 0) -> tuple[int, ...]:
+        """Return what seeds random numbers."""
+        rank = (self.reader.rank,) if purpose == CONTENT else ()
         return self.reader.seed % 2**64, self.number, *self.place[:2], number, purpose, *rank
 
-    def _seeded_for(self, purpose: int, number: int = 0) -> AbstractContextManager[None]:
-        return self._seeded(*self._words(purpose, number))
+    def seeded_for(self, purpose: int, number: int = 0) -> AbstractContextManager[None]:
+        """Return the context in which they are drawn."""
+        return self._seeded(*self.words(purpose, number))
 
     def start(self) -> Iterator[Any]:
         """Begin an iteration where the reader says."""
@@ -188,7 +170,10 @@ class ExactLoader(DataLoader[Any]):
         is_certain = self.is_stream or self.follows_from_epoch or own.get("checksum") is None
         if not (is_here or is_certain) and state["batches"]:
             self._draw_again(state, own)
-        is_over = not self.is_stream and 0 < (length_of(self) or 0) <= place.batches
+        is_over = (
+            not self.is_stream
+            and 0 < (lightning_function("fabric.utilities.data.sized_len")(self) or 0) <= place.batches
+        )
         if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more than it did
             self._restore(own.get("streams_now", ()))
         self._set_place(place)
@@ -201,14 +186,14 @@ class ExactLoader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if is_here and own:
             self._restore(own.get("streams", ()))
-            self._expected = state["batches"], own["checksum"]
+            self.expected = state["batches"], own["checksum"]
         self._before = [state_of_stream(one) for one in self._own_streams]
         kept = own.get("kept", {}) if is_here else {}
         if num_read := max((number for number in kept if number <= place.batches), default=0):
             self._keeper.load_state_dict(kept[num_read])
         generator, self.generator = self.generator, None
         try:
-            with self._seeded_for(_START):
+            with self.seeded_for(START):
                 batches: Iterator[Any] = super().__iter__()
         finally:
             self.generator = generator
@@ -227,7 +212,7 @@ class ExactLoader(DataLoader[Any]):
         # The iteration before, to the batch: there are no indices of the next one to compare with.
         self._restore(own.get("streams", ()))
         self._set_place(Place(state["epoch"], state["cycle"]))
-        self._expected = state["batches"], own["checksum"]
+        self.expected = state["batches"], own["checksum"]
         try:
             deque(islice(self._index_sampler, state["batches"]), maxlen=0)
         except NotExactError as error:
@@ -235,9 +220,9 @@ class ExactLoader(DataLoader[Any]):
 
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, and count it."""
-        with nullcontext() if self.num_workers else self._seeded_for(_CONTENT, self._batches):
-            batch = next(batches, _END)
-        if batch is _END:
+        with nullcontext() if self.num_workers else self.seeded_for(CONTENT, self._batches):
+            batch = next(batches, END)
+        if batch is END:
             self._is_over = True
             raise StopIteration
         self._batches, self._total = self._batches + 1, self._total + 1
@@ -246,45 +231,20 @@ class ExactLoader(DataLoader[Any]):
             # Lightning may hold one batch, and a step that was not made is read again.
             self._kept.pop(self._batches - self.reader.accumulate_grad_batches - 2, None)
         elif self.is_stream:
-            self._checksum = _checksum_of_batch(batch)
-            self._compare(self._batches, self._checksum)
+            self.checksum = checksum_of_batch(batch)
+            self.compare(self._batches, self.checksum)
         elif self._is_followed:
-            self._is_followed = 1 <= len(self._checksums) <= 1 + self.num_workers * (self.prefetch_factor or 0)
+            self._is_followed = 1 <= len(self.checksums) <= 1 + self.num_workers * (self.prefetch_factor or 0)
             if self._is_followed:
-                self._checksum = self._checksums.popleft()
+                self.checksum = self.checksums.popleft()
             elif self.place.batches:
                 raise self._error(self.caveat)
         return batch
 
-    def indices(self, sampler: Any) -> Iterator[Any]:
-        """Iterate over what `sampler` gives, from the place on."""
-        with self._seeded_for(_ITER):  # now: a `DataLoader` with workers makes two of these, and asks one
-            indices = iter(sampler)
-        return self._rest_of(indices)
-
-    def _rest_of(self, indices: Iterator[Any]) -> Iterator[Any]:
-        number, checksum = 0, 0
-        while True:
-            is_drawn = self.is_stream or (number > 0 and self._draws_at_once)
-            with nullcontext() if is_drawn else self._seeded_for(_ORDER, number):
-                index = next(indices, _END)
-            if index is _END:
-                if self._expected is not None:  # it ends too early
-                    self._compare(self._expected[0], None)
-                return
-            words, number = self._words(_CONTENT, number), number + 1
-            if not self.is_stream:
-                checksum = _checksum_of_index(index, checksum)
-                self._compare(number, checksum)
-                if number <= self.place.batches:
-                    self._checksum = checksum
-                    continue
-                self._checksums.append(checksum)
-            yield SeededIndex(index, words) if self.num_workers else index
-
-    def _compare(self, number: int, checksum: int | None) -> None:
-        if self._expected is not None and number == self._expected[0]:
-            expected, self._expected = self._expected[1], None
+    def compare(self, number: int, checksum: int | None) -> None:
+        """Compare with what the run before had drawn by then."""
+        if self.expected is not None and number == self.expected[0]:
+            expected, self.expected = self.expected[1], None
             if checksum != expected:
                 raise self._error(
                     f"its {'data set' if self.is_stream else 'sampler'} does not give again what it gave before the "
@@ -338,43 +298,3 @@ class _Run(Iterator[Any]):
         if self._batches is None:
             self._batches = self._loader.start()
         return self._loader.read(self._batches)
-
-
-class _Indices:
-    # Stands for the sampler or batch sampler in the copy of its loader.
-
-    def __init__(self, sampler: Any, loader: ExactLoader) -> None:
-        vars(self).update(_sampler=sampler, _loader=loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._loader.indices(self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_sampler", "_loader"):  # copying asks before there is one
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._sampler, name, value)
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches, if it is known."""
-    found: int | None = lightning_function("fabric.utilities.data.sized_len")(loader)
-    return found
-
-
-def _checksum_of_index(index: Any, before: int) -> int:
-    try:
-        return zlib.crc32(array("q", index if isinstance(index, list | tuple) else [index]), before)
-    except (TypeError, OverflowError):  # keys
-        return zlib.crc32(pickle.dumps(index), before)
-
-
-def _checksum_of_batch(batch: Any) -> int:
-    # Of the first numbers of each tensor: all of a batch would take too long.
-    leaves = (one.flatten()[:64].tolist() if isinstance(one, Tensor) else one for one in tree_leaves(batch))
-    return zlib.crc32(repr([one for one in leaves if isinstance(one, list | str | int | float)]).encode())

@@ -6,8 +6,10 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import c_char
 from hashlib import blake2b
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -45,6 +47,7 @@ class SeededStreams:
 
     def __init__(self) -> None:
         self._spare = np.random.MT19937()  # to exchange NumPy's generator takes a tenth of copying its state back
+        self._mark: int | None = None  # of NumPy's generator, which has no half of a pair
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
@@ -53,7 +56,8 @@ class SeededStreams:
         outer, self._outer = self._outer, words
         if outer is None:
             of_torch, of_python = torch.default_generator.get_state(), random.getstate()
-            of_numpy, generator = np.random.get_state(legacy=False), _GLOBAL.get_bit_generator()
+            generator = _GLOBAL.get_bit_generator()
+            of_numpy = self._half_used(generator)
             _GLOBAL.set_bit_generator(self._spare)
         seed_streams(*words)
         try:
@@ -66,8 +70,19 @@ class SeededStreams:
                 torch.default_generator.set_state(of_torch)
                 random.setstate(of_python)
                 _GLOBAL.set_bit_generator(generator)
-                if of_numpy["has_gauss"]:  # the second of a pair of normal numbers, which an exchange loses
+                if of_numpy is not None:
                     np.random.set_state(of_numpy)
+
+    def _half_used(self, generator: Any) -> Any:
+        # The state, if it has the second of a pair of normal numbers, which an exchange would lose. To ask takes most
+        # of a context's time: not again where nothing was drawn since.
+        is_usual = type(generator) is np.random.MT19937
+        memory = (c_char * 2500).from_address(generator.ctypes.state_address) if is_usual else b""
+        if is_usual and (mark := crc32(memory)) == self._mark:
+            return None
+        state = np.random.get_state(legacy=False)
+        self._mark = mark if is_usual and not state["has_gauss"] else None
+        return state if state["has_gauss"] else None
 
 
 class SeededIndex:

@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -24,10 +23,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
-from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
+from lightning_hybrid.fabric.precision import FabricMasterWeightMixin, averages_now, has_optimizer
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged, with_masters
-from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.arguments import refuse_slices, with_masters
+from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
+from lightning_hybrid.strategy.exact_resume.training_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
@@ -56,8 +56,7 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         comm: how sums are carried out: `Comm(...)`; a planner chooses a plan for each module.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
-        exact_resume: whether loaders of `fabric.setup_dataloaders` can stand in the state of `fabric.save` and
-            `fabric.load`, and go on with the images that were left; data/README.md has what else changes.
+        exact_resume: whether loaders in a state resume in mid-epoch with the images that were left: see data/README.md.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
@@ -110,7 +109,7 @@ class FabricHybridAllReduce(_Base):
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
         )
-        self._exact_resume, self._num_loaders = exact_resume, 0
+        self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
         self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
@@ -173,7 +172,7 @@ class FabricHybridAllReduce(_Base):
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(partial(_averages, self._wrapper_of))
+            half.connect_averaging(partial(averages_now, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         refuse_slices(module)
@@ -205,14 +204,7 @@ class FabricHybridAllReduce(_Base):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader, as one that `save_checkpoint` and `load_checkpoint` take."""
-        from lightning_hybrid.data.exact_loader import can_be_exact, exact  # here: its package brings loaders of ours
-
-        dataloader = super().process_dataloader(dataloader)
-        if not self._exact_resume or not can_be_exact(dataloader):
-            return dataloader
-        made = exact(dataloader, _LoopReader(self.global_rank, self.world_size, torch.initial_seed()))
-        made.number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return made
+        return self._loaders.process(super().process_dataloader(dataloader), self.global_rank, self.world_size)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -244,13 +236,8 @@ class FabricHybridAllReduce(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
-        half, state = self._half, dict(state)
-        for name, loader in state.items():
-            if hasattr(loader, "itself"):
-                from lightning_hybrid.data.exact_loader import of_all_ranks
-
-                (state[name],) = of_all_ranks([loader.state_dict()], self.global_rank, is_alone=False)
-        if half is not None and _has_optimizer(state) and (own := half.state_dict()):
+        half, state = self._half, self._loaders.with_states(state, self.global_rank)
+        if half is not None and has_optimizer(state) and (own := half.state_dict()):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -258,7 +245,7 @@ class FabricHybridAllReduce(_Base):
         """Load as DDP, and the loss scales with the state of an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
-        if half is not None and isinstance(state, dict) and _has_optimizer(state):
+        if half is not None and isinstance(state, dict) and has_optimizer(state):
             half.load_state_dict(remainder.pop(_key(half), {}))
         return remainder
 
@@ -314,33 +301,6 @@ class FabricHybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
-
-
-@dataclass
-class _LoopReader:
-    """Who reads in a user's own loop: each iteration is an epoch, and the first goes on from the loaded state."""
-
-    rank: int
-    world_size: int
-    seed: int
-    accumulate_grad_batches: int = 1
-
-    def place_of(self, loader: Any) -> Any:
-        from lightning_hybrid.data.exact_loader import Place, length_of
-
-        state = loader.loaded or {"epoch": loader.place.epoch, "is_over": True}
-        is_over = state["is_over"] or state["batches"] == length_of(loader)
-        return Place(state["epoch"] + 1) if is_over else Place(state["epoch"], 0, state["batches"])
-
-
-def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
-    # DDP's own flag: False under `no_backward_sync`.
-    wrapper = wrapper_of.get(id(parameter))
-    return wrapper is None or wrapper.require_backward_grad_sync
-
-
-def _has_optimizer(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, Optimizer) for value in state.values())
 
 
 def _key(plugin: FabricMasterWeightMixin) -> str:

@@ -33,7 +33,7 @@ def checkpointed(
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _second_pass(norms)
+        return nullcontext(), second_pass(norms)
 
     # The only way that takes a `context_fn`.
     return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
@@ -54,7 +54,8 @@ def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bo
     return x
 
 
-def _second_pass(norms: nn.Module) -> AbstractContextManager[None]:
+def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
+    """Return a context for the second pass of what runs now: modes as now, running statistics of `norms` stay."""
     # Modes change the results of torch's functions, as the emulated fp16 of precision="16-true" on a CPU does, and
     # backward must see the numbers of forward. torch's checkpoint restores only the innermost DeviceContext.
     modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]

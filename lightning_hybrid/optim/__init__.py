@@ -4,6 +4,7 @@ from lightning_hybrid.optim.lamb import LAMB
 from lightning_hybrid.optim.lars import LARS
 from lightning_hybrid.optim.param_groups import ParamChoice, ParamGroups, param_groups
 from lightning_hybrid.optim.schedule import WarmupPolynomialDecay, warmup_polynomial_lr
+from lightning_hybrid.optim.starting_rate import starting_rate
 
 __all__ = [
     "LAMB",
@@ -12,5 +13,6 @@ __all__ = [
     "ParamGroups",
     "WarmupPolynomialDecay",
     "param_groups",
+    "starting_rate",
     "warmup_polynomial_lr",
 ]

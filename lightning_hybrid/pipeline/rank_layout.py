@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.engine.process_groups import own_group
-from lightning_hybrid.comm.health.abort import destroy, forget
+from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +93,7 @@ class PipelineGroups:
     def destroy(self, *, are_aborted: bool = False) -> None:
         """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
         for group in (self.pipe, self.agree, self.data):
-            # `agree` is over host memory.
-            (forget if are_aborted and group is not self.agree else destroy)(group)
+            end_group(group, is_aborted=are_aborted and group is not self.agree)  # which is over host memory
 
 
 class OtherStages:

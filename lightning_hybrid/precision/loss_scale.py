@@ -17,6 +17,9 @@ from torch import Tensor
 
 from lightning_hybrid.checks import require_whole
 
+NUM_LOOKS = 24
+"""Steps at the start in which the largest gradient is looked at (our choice: from 2^24 to 1 by halves)."""
+
 
 class LossScale(ABC):
     """A power-of-two factor for the loss, with its own rule for following overflows."""
@@ -33,12 +36,18 @@ class LossScale(ABC):
         """Move the state to `device`."""
         self.scale = self.scale.to(device)
 
+    @property
+    def wants_largest(self) -> bool:
+        """Whether the next `update` asks for the largest gradient."""
+        return False
+
     @abstractmethod
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Follow the outcome of one training step.
 
         Args:
             found_inf: bool, 0-dim, on the scale's device: whether any gradient of the step was inf or nan.
+            largest: fp32, 0-dim, on that device: the largest element of a gradient, unscaled; None: not known.
         """
 
     @abstractmethod
@@ -67,7 +76,7 @@ class StaticLossScale(LossScale):
         _check_power_of_two("loss_scale", loss_scale)
         super().__init__(loss_scale)
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Change nothing: the scale is fixed."""
 
     def state_dict(self) -> dict[str, float]:
@@ -87,6 +96,11 @@ class DynamicLossScale(LossScale):
 
     The rule of `torch.amp.GradScaler` (same defaults), with two bounds that it lacks. `hysteresis` is the rule of
     Megatron and DeepSpeed: between two growths, `hysteresis - 1` overflows leave the scale as it is.
+
+    A first scale that is far too high would cost a step for each halving. Where the first steps overflow and the
+    largest gradient g is known, the scale falls to `min_scale`, and after a clean step there goes where g has room:
+
+        scale <- min(2^12 / g rounded down to a power of two, init_scale * backoff_factor)       2^12 = fp16's 2^16 / 16
 
     Args:
         init_scale: first scale; a power of two.
@@ -148,14 +162,22 @@ class DynamicLossScale(LossScale):
         self.hysteresis = hysteresis
         self.num_clean_steps = torch.tensor(0, dtype=torch.int32)
         self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
+        self._num_looks, self._most = NUM_LOOKS, init_scale * backoff_factor
+        self._is_starting, self._has_fallen = torch.tensor(True), torch.tensor(False)
+
+    @property
+    def wants_largest(self) -> bool:
+        """Whether this is one of the first steps: the host need not ask the device whether they overflow."""
+        return self._num_looks > 0
 
     def to(self, device: torch.device) -> None:
         """Move the state to `device`."""
         super().to(device)
         self.num_clean_steps = self.num_clean_steps.to(device)
         self.hysteresis_left = self.hysteresis_left.to(device)
+        self._is_starting, self._has_fallen = self._is_starting.to(device), self._has_fallen.to(device)
 
-    def update(self, found_inf: Tensor) -> None:
+    def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Follow the outcome of one step, on the device."""
         scale = self.scale.clone()  # gradients that wait for a step still have the old one
         if self.hysteresis == 1:  # then it is torch's rule, in one launch
@@ -174,8 +196,20 @@ class DynamicLossScale(LossScale):
             scale.mul_(factor.masked_fill_(grow, self.growth_factor))
             self.num_clean_steps.masked_fill_(grow, 0)
             self.hysteresis_left.masked_fill_(grow, self.hysteresis)
+        if largest is not None:
+            scale = self._started(scale, found_inf, largest)
         # Without bounds a long run could drive the scale to inf, and a burst of overflows to 0, where it would stay.
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
+
+    def _started(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
+        falls, leaps = found_inf & self._is_starting, self._has_fallen & ~found_inf
+        # 2^(12 - exponent), by the bits of a float: powers computed otherwise need not be exact.
+        exponent = (127 + 12 - torch.frexp(largest).exponent).clamp(1, 254)
+        fits = (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._most)
+        self._is_starting, self._has_fallen = self._is_starting & found_inf, falls
+        is_over = scale.device.type == "cpu" and not self._is_starting  # there the answer is at hand
+        self._num_looks = 0 if is_over else self._num_looks - 1
+        return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
 
     def state_dict(self) -> dict[str, float]:
         """Return scale, clean steps since the last overflow or growth, and what is left of the hysteresis."""
@@ -183,6 +217,7 @@ class DynamicLossScale(LossScale):
             "scale": self.value,
             "num_clean_steps": int(self.num_clean_steps),
             "hysteresis_left": int(self.hysteresis_left),
+            **({"has_fallen": 1} if self._has_fallen else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,6 +229,10 @@ class DynamicLossScale(LossScale):
         self.num_clean_steps = torch.full_like(self.num_clean_steps, clean)
         left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
         self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
+        has_fallen = bool(state.get("has_fallen", 0))
+        self._num_looks = NUM_LOOKS if has_fallen else 0
+        self._is_starting = torch.full_like(self._is_starting, has_fallen)
+        self._has_fallen = torch.full_like(self._has_fallen, has_fallen)
 
 
 def loss_scale_from(setting: str | float | LossScale) -> LossScale:

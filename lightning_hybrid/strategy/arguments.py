@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -146,7 +146,8 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
-    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    trainer: Any = module.trainer
+    datamodule = trainer.datamodule
     return any(
         is_overridden(hook, module, "pytorch.LightningModule")
         or (datamodule is not None and is_overridden(hook, datamodule, "pytorch.LightningDataModule"))
@@ -193,24 +194,6 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
                 )
 
 
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
-                raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
-                )
-
-
 def refuse_nothing_to_train(module: nn.Module) -> None:
     """Check that `module` has a trainable parameter.
 
@@ -223,6 +206,22 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
             "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
+        )
+
+
+# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
+COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+
+
+def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
+    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
+    kinds = [type(one) for one in module.modules() if getattr(one, "couples_the_batch", type(one).__name__ in COUPLED)]
+    if accumulate_grad_batches > 1 and kinds:
+        rank_zero_warn(
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
+            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
+            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
+            "no accumulation."
         )
 
 

@@ -60,6 +60,7 @@ CURES = {
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "orthogonal": 'take direction="momentum"',
     "two owners": "give each parameter to one optimizer",
+    "global batch": "take a loss of the pairs of a micro-batch",
 }
 """What options and runs may have, and how to do without it."""
 
@@ -95,6 +96,11 @@ EXCLUDED = tuple(
         ("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
         ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
+        (
+            "global batch",
+            "pipeline",
+            "a loss over all pairs of a step needs all embeddings, and a stage has a micro-batch's",
+        ),
         ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -25,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from recipes.cli import preflight
 from recipes.cli.usage import UsageError, command
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -55,6 +56,8 @@ SYNONYMS = {
     "compression": "dtype",
 }
 """Last words of keys, as the field and other trainers have them, and the words here."""
+
+AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")  # Hydra's words for a choice that is none
 
 _LOCAL_STEPS = "strategy/between_nodes=local_steps strategy.between_nodes."
 WHOLE = {
@@ -104,16 +107,23 @@ def read(name: str) -> None:
     if given.experimental_rerun is not None:
         return
     options = [f"--{key.replace('_', '-')}={value}" for key in OPTIONS if (value := getattr(given, key)) is not None]
+    if asked := [override[:-2] for override in given.overrides if override.endswith("=?")]:
+        others = [override for override in given.overrides if not override.endswith("=?")]
+        print("\n\n".join(answer(name, key, [*options, *others]) for key in asked))
+        raise SystemExit(0)
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
     # Words that are completed are a question.
-    if not given.shell_completion and (lines := refusals(name, options, given.overrides, is_sweep=is_sweep)):
+    is_question = given.help or given.hydra_help or given.shell_completion or given.cfg
+    if not given.shell_completion and (
+        lines := refusals(name, options, given.overrides, is_sweep=is_sweep, also_values=not is_question)
+    ):
         # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
         if is_first_rank():
             print("\n".join(lines), file=sys.stderr, flush=True)
         else:
             time.sleep(5)
         raise UsageError("\n".join(lines))
-    if (given.help or given.hydra_help or given.shell_completion or given.cfg) and not given.resolve:
+    if is_question and not given.resolve:
         program(name)()
         raise SystemExit(0)
 
@@ -150,6 +160,31 @@ def composed(name: str, words: Sequence[str]) -> tuple[str, str]:
     return printed.getvalue(), ""
 
 
+def answer(name: str, key: str, words: Sequence[str]) -> str:
+    """Return what `key=?` asks for: the choices of a group, a line each, or the value of a key.
+
+    Raises:
+        UsageError: There is no such key.
+    """
+    wrong = composed(name, [*words, f"{key}=?"])[1]
+    if options := AVAILABLE.search(wrong):
+        lines = []
+        for choice in options[1].split():
+            path = CONF / key / f"{choice}.yaml"
+            comments = [line for line in path.read_text().splitlines() if re.match(r"# (?!@)", line)]
+            lines.append(f"  {choice:<24}{comments[0].lstrip('# ') if comments else ''}".rstrip())
+        return "\n".join([f"{key}=", *lines])
+    text = composed(name, words)[0]
+    if key not in (keys := keys_of(text)):
+        message = refusal(name, key, "does not exist", keys)
+        print(message, file=sys.stderr, flush=True)
+        raise UsageError(message)
+    value: Any = OmegaConf.to_container(OmegaConf.create(text))
+    for word in key.split("."):
+        value = value[word]
+    return f"{key}={value}"
+
+
 def first_of_sweep(override: str) -> str:
     """Return an override of the first job of a sweep.
 
@@ -165,11 +200,20 @@ def first_of_sweep(override: str) -> str:
     return f"{override.partition('=')[0]}={next(parsed.sweep_string_iterator())}"
 
 
-def refusals(name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> list[str]:
-    """Return what is wrong with a command line: a line for each override that cannot be composed."""
+def refusals(
+    name: str, options: Sequence[str], overrides: Sequence[str], *, is_sweep: bool, also_values: bool = False
+) -> list[str]:
+    """Return what is wrong with a command line: a line for each override that cannot be composed, or for a value."""
     one_job = {each: first_of_sweep(each) if is_sweep else each for each in overrides}
-    text = composed(name, [*options, *one_job.values()])[1]
-    if not text or text.startswith("Traceback"):  # of the machine, such as a directory that is gone
+    config, text = composed(name, [*options, *one_job.values()])
+    if text.startswith("Traceback"):  # of the machine, such as a directory that is gone
+        return []
+    if not text:
+        try:
+            if also_values and name == "train":
+                preflight.check_values(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config))))
+        except ValueError as error:
+            return [f"error: {error}"]
         return []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good, found = list(options), list[str]()
@@ -200,7 +244,7 @@ def keys_of(text: str) -> list[str]:
 def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     """Return what is wrong with one override, and what to write, from Hydra's words for it."""
     mark, key, equals, value = re.fullmatch(r"(\+\+?|~)?([^=]*)(=?)(.*)", override, re.DOTALL).groups("")  # type: ignore[union-attr]
-    if options := re.search(r"Available options in '.*':\n((?:\t.*\n?)+)", text):
+    if options := AVAILABLE.search(text):
         choices = options[1].split()
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
         hint = f"Did you mean {mark}{key}={near[0]}?" if near else f"Set {mark}{key}=<one of them>."

@@ -16,12 +16,14 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -116,7 +118,18 @@ def short_errors() -> Iterator[None]:
             raise
         message = f"error: {message_of(error)}"
         print(message, file=sys.stderr, flush=True)
+        if HydraConfig.initialized() and is_rank_zero():
+            _remove_unused(Path(HydraConfig.get().runtime.output_dir))
         raise UsageError(message) from None
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a run directory that holds nothing but the configuration of a start that was refused."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder, ignore_errors=True)
+        if re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name):
+            with suppress(OSError):  # holds another run
+                folder.parent.rmdir()
 
 
 def message_of(error: Exception) -> str:

@@ -29,6 +29,10 @@ MANY_DESCRIPTORS = 1 << 16  # where there is no limit
 LAUNCH_VARIABLES = "LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 """What Lightning's launcher and `seed_everything` leave in the environment of the process that starts the others."""
 
+# Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
+DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
+DTYPE_NAMES |= {"fp32": "32-true", "float32": "32-true", "fp64": "64-true", "float64": "64-true"}
+
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -279,6 +283,31 @@ def check_writable(folder: Path) -> None:
             f"`hydra.run.dir` (={folder}) must be a directory that can be written to: {error.strerror}. Logs and "
             "checkpoints go there: set hydra.run.dir=<directory>."
         ) from error
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Refuse values of `train` that can be judged without torch, whose import takes seconds.
+
+    Raises:
+        ValueError: `precision` is the name of a dtype, or there is no folder `data.root`.
+
+    >>> check_values({"precision": "fp16"})
+    Traceback (most recent call last):
+        ...
+    ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
+masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
+    """
+    precision, data = str(config.get("precision")), config.get("data")
+    if (name := DTYPE_NAMES.get(precision)) is not None:
+        raise ValueError(
+            f"`precision` (='{precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
+            f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
+        )
+    root = data.get("root") if isinstance(data, Mapping) else None
+    if isinstance(root, str) and not root.startswith(("$", "?")) and not Path(root).is_dir():
+        raise ValueError(
+            f"`data.root` (={root}) must be a folder with the images, and is none. Set data.root=<folder>."
+        )
 
 
 def check_secrets(config: Mapping[str, Any]) -> None:

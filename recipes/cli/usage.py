@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1]
+
+EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib", "scipy")}
+"""Extras of the distribution that commands need, and what each brings that is asked for."""
+
+WITHOUT_PICTURES = ("train", "pack")  # need no `report`; of `train` one callback does, and says so
 
 
 class UsageError(SystemExit):
@@ -14,6 +20,22 @@ class UsageError(SystemExit):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = 2
+
+
+def refuse_missing_extras(name: str) -> None:
+    """Refuse a command for which packages are missing, before anything of it is imported.
+
+    Raises:
+        UsageError: One is; it says the line that installs them.
+    """
+    needed = ["recipes"] if name in WITHOUT_PICTURES else list(EXTRAS)
+    if missing := [each for extra in needed for each in EXTRAS[extra] if find_spec(each) is None]:
+        message = (
+            f"error: `{name}` needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'lightning-hybrid[{','.join(needed)}]'"
+        )
+        print(message, file=sys.stderr, flush=True)
+        raise UsageError(message)
 
 
 def command(name: str) -> str:

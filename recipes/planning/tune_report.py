@@ -13,16 +13,16 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, calibration_values
-from lightning_hybrid.planning.calibration.link_fit import LineFit
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
-from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.plan_search import Candidate, candidates
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.results import environment, size, write_json
 from recipes.cli.usage import command
+from recipes.planning.calibration.calibrate import Calibration, calibrate, calibration_values
+from recipes.planning.calibration.link_fit import LineFit
+from recipes.planning.calibration.microbenchmarks import Measurements
+from recipes.planning.calibration.overhead_fit import MeasuredSetup
 from recipes.planning.compression_report import CompressionReport
 
 LEVELS = {"inside": "inside a node", "across": "between nodes"}

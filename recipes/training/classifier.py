@@ -22,6 +22,7 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.optim import param_groups
 
 log = logging.getLogger(__name__)
+FEW_STEPS, MANY_STEPS = 10, 200  # of an epoch, of a run: our choice; the default recipe has 9 and 270
 
 Batch = tuple[Tensor, Tensor]
 
@@ -136,6 +137,11 @@ class Classifier(pl.LightningModule):
             log.warning(
                 f"`{name}` (={getattr(self, name)}) is {asked} steps, and the run has {total_steps}: all of it is "
                 f"warm-up, which reaches optim.lr in the last step. Set a smaller {name}, or train longer."
+            )
+        if steps_per_epoch < FEW_STEPS and total_steps < MANY_STEPS and self.trainer.is_global_zero:
+            log.warning(
+                f"an epoch has {steps_per_epoch} steps, and the run {total_steps}: a network learns little in so few. "
+                "Set a smaller global_batch_size, or for images of your own recipe=small_images."
             )
         # A short run, as a test of three steps, may end within its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)

@@ -20,6 +20,7 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.checks import first_line
 from lightning_hybrid.data.order import EpochOrder, largest_global_batch_size
 from lightning_hybrid.models import forward_flops_per_image
+from recipes.cli import preflight
 from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
 
 TRAIN_KEYS: dict[str, Any] = {
@@ -59,18 +60,10 @@ TRAIN_KEYS: dict[str, Any] = {
 
 SMALL_IMAGE = 64  # pixels of a side, up to which the small networks of conf/model are meant
 
-# Names of dtypes, which are no names of Lightning's, and the precision that is meant here.
-DTYPE_NAMES = {"fp16": "16-true", "float16": "16-true", "half": "16-true", "bfloat16": "bf16-true"}
-DTYPE_NAMES |= {"fp32": "32-true", "float32": "32-true", "fp64": "64-true", "float64": "64-true"}
-
 
 def check_precision(cfg: DictConfig) -> None:
-    """Raise `ValueError` with Lightning's name where `precision` is the name of a dtype."""
-    if (name := DTYPE_NAMES.get(str(cfg.precision))) is not None:
-        raise ValueError(
-            f"`precision` (='{cfg.precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
-            f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
-        )
+    """Raise `ValueError` where `precision` is none of Lightning's, or none that the strategy computes in."""
+    preflight.check_values({"precision": cfg.precision})
     is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
     if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed"):
         raise ValueError(

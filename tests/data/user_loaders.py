@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -314,7 +315,7 @@ class Reads(pl.LightningModule):
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self.make, self.layer = make, torch.nn.Linear(1, 1)
+        self.make, self.net = make, nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1))
         self.read: dict[int, tuple[int, Any, Any]] = {}
         self.said: list[str] = []
 
@@ -330,7 +331,8 @@ class Reads(pl.LightningModule):
         images = [None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts]
         drawn = [None if part is None else part[1].tolist() for part in parts]
         self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, drawn
-        return self.layer(torch.ones(1, 1)).sum() * 1e-3
+        first = next(part[0] for part in parts if part is not None)
+        return self.net(torch.as_tensor(first).float().reshape(-1, 1) / 32).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         numbers()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import correct_momentum_, corrected_momentum, ghost_batch_size
+from lightning_hybrid.models import correct_momentum_, corrected_momentum
 from recipes.networks.resnet import ResNet
 
 
@@ -94,30 +94,3 @@ def test_no_step_has_fewer_than_one_micro_batch(module):
 def test_a_momentum_that_weighs_nothing_is_refused(momentum):
     with pytest.raises(ValueError, match=rf"`momentum` \(={momentum}\).*model\.bn_momentum"):
         corrected_momentum(momentum, accumulate_grad_batches=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "images"),
-    [
-        ({"global_batch_size": 65536, "world_size": 2048}, 32),
-        ({"global_batch_size": 65536, "world_size": 8, "accumulate_grad_batches": 16}, 512),
-        ({"global_batch_size": 96, "world_size": 6, "accumulate_grad_batches": 4, "ranks_per_norm": 3}, 12),
-    ],
-)
-def test_the_ghost_batch_is_what_one_normalisation_sees(arguments, images):
-    assert ghost_batch_size(**arguments) == images
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"global_batch_size": 98}, r"`global_batch_size` \(=98\).*global_batch_size=96 or 120"),
-        ({"global_batch_size": 5}, r"`global_batch_size` \(=5\).*Nearest that fits: global_batch_size=24\.$"),
-        ({"ranks_per_norm": 4}, r"`ranks_per_norm` \(=4\) must divide `world_size` \(=6\)"),
-        ({"world_size": 0}, r"`world_size` \(=0\)"),
-        ({"accumulate_grad_batches": -1}, r"`accumulate_grad_batches` \(=-1\)"),
-    ],
-)
-def test_batches_that_do_not_divide_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ghost_batch_size(**{"global_batch_size": 96, "world_size": 6, "accumulate_grad_batches": 4} | changes)

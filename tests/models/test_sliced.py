@@ -135,7 +135,7 @@ def test_a_class_that_there_is_not_is_an_error_on_all(two_ranks):
 def bytes_sent_by_a_pair():
     """In forward and backward, by what is handed to collectives: each rank's share goes to every other."""
     sent, size = [], dist.get_world_size()
-    gather, exchange = slice_exchange._all_gather, dist.all_to_all_single
+    gather, exchange = slice_exchange.all_gather, dist.all_to_all_single
     with pytest.MonkeyPatch.context() as patch:
 
         def gathers(whole, own, group):
@@ -146,7 +146,7 @@ def bytes_sent_by_a_pair():
             sent.append((size - 1) * parts.numel() * parts.element_size() // size)
             exchange(arrived, parts, group=group)
 
-        patch.setattr(slice_exchange, "_all_gather", gathers)
+        patch.setattr(slice_exchange, "all_gather", gathers)
         patch.setattr(dist, "all_to_all_single", exchanges)
         net = cut(Net())
         net.fc7(net.fc6(torch.randn(NUM_IMAGES, 10, requires_grad=True)).relu()).sum().backward()

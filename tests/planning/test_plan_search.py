@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.calibration.calibrate import calibrate
 from lightning_hybrid.planning.plan_search import candidates, choose_plan, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
-from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
+from recipes.planning.calibration.calibrate import calibrate
 from tests.planning.clusters import NCCL, cluster
+from tests.recipes.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
 SIXTEEN = [MIB] * 16
 

@@ -130,25 +130,26 @@ def _passes_for(device: torch.device, codec: Codec) -> Passes:
             passes.try_out(device)
             return passes
         except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
-            warnings.warn(
-                f"`between_nodes.dtype` (='int{bits}') on CUDA needs kernels that triton can build, and a first "
-                f"one failed ({type(error).__name__}: {error!s:.300}): operations of torch do the same, bit for bit, "
-                "several times slower. It needs triton, a C compiler (`apt install gcc`), Python's headers "
-                "(python3-dev) and a GPU of its list.",
-                RuntimeWarning,
-                stacklevel=2,
+            cure = (
+                "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev), a GPU of its list"
             )
+            failed = f"a first one failed ({type(error).__name__}: {error!s:.300})"
+            _warn(bits, f"on CUDA needs kernels that triton can build, and {failed}", cure)
     if device.type == "cpu":
         from lightning_hybrid.comm.codec.cpp_passes import CppPasses  # here: it may build
 
         try:
             return CppPasses(bits, signs)
         except CannotBuildError as error:
-            warnings.warn(
-                f"`between_nodes.dtype` (='int{bits}') on a CPU needs a C++ compiler to be fast, and {error}: "
-                "operations of torch do the same, bit for bit, several times slower. Install one "
-                "(`apt install g++`), or name it in the environment variable CXX.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            cure = "Install one (`apt install g++`), or name it in the environment variable CXX"
+            _warn(bits, f"on a CPU needs a C++ compiler to be fast, and {error}", cure)
     return TorchPasses(bits, signs)
+
+
+def _warn(bits: int, what: str, cure: str) -> None:
+    warnings.warn(
+        f"`between_nodes.dtype` (='int{bits}') {what}: operations of torch do the same, bit for bit, several times "
+        f"slower. {cure}.",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.codec import triton_kernels
-from lightning_hybrid.comm.codec.block_format import (
-    BLOCK,
-    LEAST_MAXIMUM_BITS,
-    SCALE_BYTES,
-    most_code,
-    num_blocks_of,
-    reciprocal_of,
-)
+from lightning_hybrid.comm.codec import block_format, triton_kernels
+from lightning_hybrid.comm.codec.block_format import BLOCK, SCALE_BYTES, num_blocks_of
 
 # A block is 8 elements for each thread of a warp; the fusion of products and sums changes no bit, and triton warns
 # until one is chosen.
@@ -26,7 +19,7 @@ class TritonPasses:
     """As `TorchPasses`, bit for bit: one kernel for each call, and no wait."""
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
-        self._most, self._signs = most_code(bits), signs
+        self._most, self._signs = block_format.most_code(bits), signs
 
     def try_out(self, device: torch.device) -> None:
         """Compile and launch both kernels on one block; where that fails, let Triton's error pass."""
@@ -47,8 +40,8 @@ class TritonPasses:
                 *(seed | step << 32, sender, turn),
                 *(whole[: whole.numel() // 2 * 2].view(torch.int16), whole, *rows, num_blocks),
                 MOST=self._most,
-                RECIPROCAL=reciprocal_of(self._most),
-                LEAST=LEAST_MAXIMUM_BITS,
+                RECIPROCAL=block_format.reciprocal_of(self._most),
+                LEAST=block_format.LEAST_MAXIMUM_BITS,
                 IS_NEAREST=key is None,
                 **_LAUNCH,
             )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.health.abort import destroy, forget
+from lightning_hybrid.comm.health.abort import forget
 from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
@@ -138,6 +139,13 @@ def new_node_group(topology: Topology, *, timeout: timedelta | None, desc: str) 
     """Make a group for each node, and return that of this rank's. Collective: every rank must call it."""
     group: dist.ProcessGroup = own_group(topology.nodes, timeout=timeout, desc=desc)
     return group
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Free a group, unless the default group is gone."""
+    with suppress(ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def end_group(group: dist.ProcessGroup, *, is_aborted: bool) -> None:

@@ -58,5 +58,6 @@ def is_any_captured() -> bool:
     stream = torch.cuda.graph.default_capture_stream
     if stream is None:
         return False
-    with torch.cuda.stream(stream):
+    # The device first: to leave a stream would make a context on this thread's own device, GPU 0 in each rank.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()

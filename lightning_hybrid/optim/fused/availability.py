@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
 
 from lightning_hybrid.cpp.library import CannotBuildError
@@ -11,6 +10,8 @@ from lightning_hybrid.optim.fused.cpu import build
 
 # Types of device; a parameter on "meta" has yet to be moved to one.
 FUSED_DEVICES = ("cpu", "cuda", "meta")
+
+TRITON_CURE = "It needs triton, a C compiler (`apt install gcc`), Python's headers (python3-dev) and a GPU of its list"
 
 
 @functools.cache
@@ -24,23 +25,14 @@ def has_kernels(device_type: str) -> bool:
     (True, False)
     """
     if device_type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            _warn(
-                "(=True or None) on CUDA needs triton, which cannot be imported here",
-                "Install it with `pip install triton`",
-            )
-            return False
         try:
             from lightning_hybrid.optim.fused.cuda import lars  # needs triton
 
             lars.try_out()
-        except Exception as error:  # of the compiler, the linker, the driver, or Triton's own
+        except Exception as error:  # there is no triton; or of the compiler, the linker, the driver, or its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            cure = "It needs a C compiler (`apt install gcc`), Python's headers (python3-dev) and a GPU of its list"
-            _warn(
-                f"(=True or None) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})",
-                cure,
-            )
+            what = f"(=True or None) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
+            _warn(what, TRITON_CURE)
             return False
     if device_type == "cpu":
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +99,7 @@ class TrainingLoaders:
     def place_of(self, loader: ExactLoader) -> Place:
         """Return where the iteration of `loader` that begins now is, by the counters of the loop."""
         from lightning_hybrid.data.batch_counters import place_to_go_on_from
-        from lightning_hybrid.data.exact_loader import Place, length_of
+        from lightning_hybrid.data.exact_loader import Place
 
         self._give_states()  # before `on_train_start` where a loader has no length
         loader.number = self._exact.index(loader)
@@ -106,7 +107,7 @@ class TrainingLoaders:
         if not fit.is_resuming or loader.has_begun:
             is_new_epoch = fit._data_fetcher.fetched == 0
             return Place(fit.epoch_progress.current.processed, 0 if is_new_epoch else loader.place.cycle + 1)
-        before, length, state = self._accumulated_before, length_of(loader), loader.loaded
+        before, length, state = self._accumulated_before, _sized_len(loader), loader.loaded
         epoch, done = self._place or place_to_go_on_from(self._trainer, accumulate_grad_batches_before=before)
         if length:
             is_cycle = fit._combined_loader._mode == "max_size_cycle"
@@ -154,8 +155,6 @@ class TrainingLoaders:
         """Move the states of all ranks to a place of our own. Collective, unless this rank is alone."""
         if not self._is_on or self._trainer is None or "loops" not in checkpoint:
             return
-        from lightning_hybrid.data.exact_loader import of_all_ranks
-
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
         found = of_all_ranks(states, self.rank, is_alone=is_alone)
@@ -172,3 +171,61 @@ class TrainingLoaders:
         if self._states and "combined_loader" in loop:
             others = iter(loop["combined_loader"])
             loop["combined_loader"] = [next(others) if one is None else one for one in self._states]
+
+
+def of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
+    """Return what a checkpoint holds of these states, None for those of others. Collective, unless `is_alone`."""
+    found: list[Any] = [(rank, [state.get("own") for state in states])]
+    if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
+        own, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+    return [
+        {**state, "own": None, "of_ranks": {rank: own[place] for rank, own in found}} if "own" in state else None
+        for place, state in enumerate(states)
+    ]
+
+
+def _sized_len(loader: object) -> Any:
+    return lightning_function("fabric.utilities.data.sized_len")(loader)
+
+
+@dataclass
+class LoopReader:
+    """Who reads in a user's own loop: each iteration is an epoch, and the first goes on from the loaded state."""
+
+    rank: int
+    world_size: int
+    seed: int
+    accumulate_grad_batches: int = 1
+
+    def place_of(self, loader: ExactLoader) -> Place:
+        """Return the next epoch, or the rest of the one that was saved."""
+        from lightning_hybrid.data.exact_loader import Place
+
+        state = loader.loaded or {"epoch": loader.place.epoch, "is_over": True}
+        is_over = state["is_over"] or state["batches"] == _sized_len(loader)
+        return Place(state["epoch"] + 1) if is_over else Place(state["epoch"], 0, state["batches"])
+
+
+class LoopLoaders:
+    """The loaders of a Fabric, and what of them stands in the states that it saves."""
+
+    def __init__(self, exact_resume: bool) -> None:
+        self._is_on, self._num_made = exact_resume, 0
+
+    def process(self, loader: Any, rank: int, world_size: int) -> Any:
+        """Return what a user is to iterate over in place of `loader`."""
+        from lightning_hybrid.data.exact_loader import can_be_exact, exact
+
+        if not self._is_on or not can_be_exact(loader):
+            return loader
+        made = exact(loader, LoopReader(rank, world_size, torch.initial_seed()))
+        made.number, self._num_made = self._num_made, self._num_made + 1
+        return made
+
+    def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return a state with that of all ranks in the place of each loader. Collective, where there is one."""
+        return {
+            name: of_all_ranks([one.state_dict()], rank, is_alone=False)[0] if hasattr(one, "itself") else one
+            for name, one in state.items()
+        }

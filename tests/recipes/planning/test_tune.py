@@ -18,16 +18,16 @@ from omegaconf import OmegaConf
 from lightning_hybrid import Comm
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurement
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import launch
 from recipes.planning import tune_setup
+from recipes.planning.calibration.microbenchmarks import Measurement
 from recipes.planning.tune_report import TuneReport
-from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
 from tests.recipes.composed import composed
+from tests.recipes.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
 ROOT = Path(__file__).resolve().parents[3]
 WORK = StepWorkload(forward_s=0.0, gradients=((MIB, 0.01),) * 4)

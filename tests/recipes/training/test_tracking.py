@@ -236,3 +236,21 @@ def test_a_checkpoint_with_objects_of_the_users_own_resumes_in_a_new_run(tmp_pat
     torch.save({"callbacks": {}, "hyper_parameters": Own()}, tmp_path / "some.ckpt")
     with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
         assert tracking.saved_run_id(str(tmp_path / "some.ckpt")) is None
+
+
+@pytest.mark.parametrize(("is_offline", "sent"), [(False, [("run.html", "report-x", "report")]), (True, [])])
+def test_the_page_of_a_run_is_an_artifact_where_wandb_is_online(tmp_path, is_offline, sent):
+    seen = []
+
+    class Run:
+        id, disabled, offline = "x", False, is_offline
+
+        def log_artifact(self, path, *, name, type):
+            seen.append((Path(path).name, name, type))
+
+    logger = type("WandbLogger", (), {"experiment": Run()})()
+    trainer = type("Trainer", (), {"loggers": [logger]})()
+    tracking.send_report(trainer, str(tmp_path))  # a run without the report
+    (tmp_path / "run.html").touch()
+    tracking.send_report(trainer, str(tmp_path))
+    assert seen == sent

@@ -69,7 +69,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
-        strategy._engine._latch.error = ""
+        strategy._comm.engine._latch.error = ""
     strategy.save_checkpoint({}, "somewhere")
     assert saved == [({}, "somewhere")]
 
@@ -90,13 +90,13 @@ def test_an_error_of_the_device_after_a_failure_says_who_is_the_cause(monkeypatc
 def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     """Aborting has ended them, and to destroy one waits: that of shared work, and those of a pipeline."""
     seen = []
-    for module in (process_groups, rank_layout):
-        monkeypatch.setattr(module, "forget", lambda group: seen.append((group, "forgotten")))
+    monkeypatch.setattr(process_groups, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     comm = CommSetup()
     comm.device, comm._work_group = torch.device("cuda"), "work"
-    comm._end_shared_work([], has_failed=has_failed)
+    comm.engine = SimpleNamespace(close=lambda: None, failure="comm: rank 1 died" if has_failed else "")
+    comm.close([])
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)

@@ -18,6 +18,7 @@ from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.placement import Part
 
 _DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
+_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # triton means to change its default, and warns until it is chosen
 
 
 class KernelLars:
@@ -76,14 +77,8 @@ class KernelLars:
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._ignored = torch.zeros((), device=device)  # takes the flag of a step that is not checked
         self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
-        self._common: dict[str, Any] = {
-            "WEIGHT": _DTYPES[weight],
-            "STATE": _DTYPES[state],
-            "CHUNK": chunk,
-            "num_warps": 8,
-            "enable_fp_fusion": True,  # triton means to change its default, and warns until one is chosen
-        }
-        self._of_grads: dict[str, Any] = {"GRAD": _DTYPES[grad_dtype]}
+        dtypes = {"WEIGHT": _DTYPES[weight], "GRAD": _DTYPES[grad_dtype], "STATE": _DTYPES[state]}
+        self._common: dict[str, Any] = {**dtypes, "CHUNK": chunk, **_LAUNCH}
         self._grad_addresses: list[int] = []
 
     def share(self, add_up_: Callable[[Tensor], None]) -> None:
@@ -124,7 +119,6 @@ class KernelLars:
                     IS_JOINT=self._is_joint,
                     HAS_WEIGHT_SUMS=self._knows_weights(),
                     **self._common,
-                    **self._of_grads,
                 )
         return found_inf
 
@@ -147,7 +141,6 @@ class KernelLars:
                     HAS_MOMENTUM=self._has_momentum,
                     HAS_COPY=self._are_masters,
                     **self._common,
-                    **self._of_grads,
                 )
             self._views.unload()
 

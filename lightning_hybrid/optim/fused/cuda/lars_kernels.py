@@ -33,7 +33,7 @@ _SUMS_PER_STEP = tl.constexpr(1024)
 
 
 @triton.jit
-def _places(address, at, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+def _places(address, at, DTYPE, IS_ALIGNED):
     """Return the pointers of elements; with `IS_ALIGNED`, at a multiple of 16 bytes, loads become 128 bits wide."""
     # The compiler attaches that to the pointer, for all its uses: so every branch makes a pointer of its own.
     base = address.to(tl.pointer_type(DTYPE))
@@ -49,20 +49,7 @@ def _case_of(is_whole, others, grad):
 
 
 @triton.jit
-def _squares(
-    grad,
-    weight,
-    at,
-    numel,
-    decay,
-    weight_sum,
-    WEIGHT: tl.constexpr,
-    GRAD: tl.constexpr,
-    STATE: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    HAS_WEIGHT_SUMS: tl.constexpr,
-    CASE: tl.constexpr,
-):
+def _squares(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS, CASE):
     is_in = (at < numel) | (CASE < 2)
     g = tl.load(_places(grad, at, GRAD, CASE == 0), mask=is_in, other=0.0).to(STATE)
     if IS_JOINT or not HAS_WEIGHT_SUMS:
@@ -174,22 +161,7 @@ def finalize(sums, first_chunk, options, lrs, inverse_scale, numbers, num_tensor
 
 
 @triton.jit
-def _move(
-    grad,
-    weight,
-    buffer,
-    copy,
-    at,
-    numel,
-    line,
-    WEIGHT: tl.constexpr,
-    GRAD: tl.constexpr,
-    COPY: tl.constexpr,
-    STATE: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    CASE: tl.constexpr,
-):
+def _move(grad, weight, buffer, copy, at, numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY, CASE):
     is_in = (at < numel) | (CASE < 2)
     scale, decay = tl.load(line).to(STATE), tl.load(line + 1).to(STATE)
     inside, outside = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)

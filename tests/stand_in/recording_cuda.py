@@ -1,19 +1,22 @@
 """A fake of CUDA's streams and events that records their use, so that what runs on them can be tested on a CPU.
 
-Tensors are the CPU's and are computed at once. Besides, every operation is recorded on the stream that is current, with
-the memory that it reads and writes, and vector clocks say what is ordered after what:
+Every operation is recorded on the stream that is current, with the memory that it reads and writes, and vector clocks
+say what is ordered after what:
 
     race    an operation reads what another stream writes, or writes what another uses, and no event orders them
     reuse   memory is given back to the stream that it was made on, while another that was not recorded may use it
     early   the host reads what it has not seen to be done
 
 Streams have a time of their own: a collective takes `COLLECTIVE_S`; who waits for an event is at least as late.
+
+`installed`: tensors are the CPU's and are computed at once. `on_fake_tensors`: tensors have a device and no values, and
+the host is a timeline as well: what it enqueues comes after all that it knows; copies with `non_blocking=True` tell it
+nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +25,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +36,7 @@ CUDA = torch.device("cuda", 0)
 COLLECTIVE_S = 1.0
 HOST = "host"
 NO_ACCESS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::record_stream"}
+BLOCKING = {torch.ops.aten.copy_, torch.ops.aten._to_copy}
 WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all are read but these
     "c10d::_reduce_scatter_base_": (0,),
     "c10d::_allgather_base_": (0,),
@@ -40,6 +45,8 @@ WRITTEN = {  # by collectives, whose schemas do not say: arguments by place; all
 
 class Stream:
     """A stream that records its operations, and what it is ordered after: `clock`."""
+
+    device = CUDA
 
     def __init__(self, cuda: Cuda, name: str, priority: int = 0) -> None:
         self.cuda, self.name, self.priority = cuda, name, priority
@@ -50,12 +57,19 @@ class Stream:
         return self.name
 
     def wait_event(self, event: Event) -> None:
-        if not self.cuda.is_taken_out(self.name):
-            _merge(self.clock, event.clock)
-            self.now_s = max(self.now_s, event.at_s)
+        _merge(self.clock, event.clock)
+        self.now_s = max(self.now_s, event.at_s)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        event = Event(self.cuda)
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
-        self.cuda.host_waits.append(f"stream {self.name}")
+        self.cuda.host_waits_for(f"stream {self.name}", self.clock)
 
 
 class Event:
@@ -68,15 +82,15 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.cuda.current
-        if not self.cuda.is_taken_out(stream.name):
-            self.cuda.number += 1
-            self.clock, self.at_s, self.number = dict(stream.clock), stream.now_s, self.cuda.number
+        self.cuda.is_told_by_host(stream)
+        self.cuda.number += 1
+        self.clock, self.at_s, self.number = dict(stream.clock), stream.now_s, self.cuda.number
 
     def query(self) -> bool:
         self.cuda.num_queries += 1
         if self.number > self.cuda.num_through:
             return False
-        _merge(self.cuda.host_clock, self.clock)
+        _merge(self.cuda.host.clock, self.clock)
         return True  # as CUDA says of an event that was never recorded, too
 
     def elapsed_time(self, end: Event) -> float:
@@ -86,9 +100,11 @@ class Event:
             raise RuntimeError("Both events must be completed before calculating elapsed time")
         return 1e3 * (end.at_s - self.at_s)
 
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.cuda.current).wait_event(self)
+
     def synchronize(self) -> None:
-        self.cuda.host_waits.append("event")
-        assert self.number <= self.cuda.num_through, "the host would wait"
+        self.cuda.host_waits_for("event", self.clock)
 
 
 class Future:
@@ -145,15 +161,14 @@ class Cuda(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.compute = self.current = self.stream(CUDA)
         self.compute.name, self.compute.clock = "compute", {"compute": 0}
-        self.nccl = Stream(self, "nccl")
+        self.nccl, self.host = Stream(self, "nccl"), Stream(self, HOST)
+        self.is_fake = False
         self.memory: dict[int, _Memory] = {}
-        self.host_clock: dict[str, int] = {}
         self.found: list[str] = []
         self.host_waits: list[str] = []
         self.operations: list[tuple[str, str]] = []
         self.num_queries = 0
-        self.taken_out: Callable[[str, str], bool] = lambda line, stream: False
-        self.num_taken_out = 0
+        self.device: torch.device | None = None
 
     @classmethod
     def instance(cls) -> Cuda:
@@ -175,18 +190,50 @@ class Cuda(TorchDispatchMode):
         finally:
             self.current = before
 
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """In a thread of ours the current device is the first GPU, until this is entered."""
+        self.device = device
+        yield
+        self.device = None
+
     def installed(self, patch: pytest.MonkeyPatch) -> Cuda:
         Cuda.current_instance = self
         patch.setattr(torch.cuda, "Stream", self.stream)
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
         patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.cuda, "device", self.on_device)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: self.host_waits.append("device"))
+        patch.setattr(torch.cuda, "default_stream", lambda device=None: self.compute)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: [one.synchronize() for one in self.streams])
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
         patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
         return self
+
+    @contextlib.contextmanager
+    def on_fake_tensors(self) -> Iterator[Cuda]:
+        """Nothing is done before somebody waits for it."""
+        with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), self.installed(patch):
+            patch.setattr(torch.Tensor, "__getitem__", _getitem)
+            self.is_fake = True
+            self.hang()
+            yield self
+            self._find_reuse()
+
+    def host_waits_for(self, what: str, clock: dict[str, int]) -> None:
+        self.host_waits.append(what)
+        assert self.is_fake or self.num_through == sys.maxsize, "the host would wait"
+        _merge(self.host.clock, clock)
+
+    def is_told_by_host(self, stream: Stream) -> None:
+        if self.is_fake:
+            _merge(stream.clock, self.host.clock)
+
+    def host_reads(self, tensor: torch.Tensor) -> None:
+        """By other means than torch's operations, such as a file that is written."""
+        self._use("a read", tensor, self.host, is_write=False)
 
     def all_reduce(self, real: Callable, tensor: torch.Tensor, *args, async_op: bool = False, **kwargs):
         """As NCCL's: asynchronous ones on the backend's own stream, which keeps what they use."""
@@ -203,17 +250,7 @@ class Cuda(TorchDispatchMode):
         return SimpleNamespace(get_future=lambda: future)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        if not self.is_taken_out(stream.name):
-            self.memory_of(tensor).recorded.add(stream.name)
-
-    def is_taken_out(self, stream: str) -> bool:
-        """Whether a test has taken out the line of the library from which a call comes, for this stream."""
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() if frame is not None else ""
-        self.num_taken_out += (is_out := self.taken_out(line, stream))
-        return is_out
+        self.memory_of(tensor).recorded.add(stream.name)
 
     def hang(self) -> None:
         """From here on nothing gets done, until `go_on`."""
@@ -239,18 +276,24 @@ class Cuda(TorchDispatchMode):
         made = [each for each in tree_leaves(result) if _is_tensor(each) and _key(each) not in self.memory]
         for each in made:
             if not any(_key(each) == _key(other) for _, other in given):
-                self.memory[_key(each)] = _Memory(each.untyped_storage(), self.current.name)
+                owner = HOST if self.is_fake and each.device.type == "cpu" else self.current.name
+                self.memory[_key(each)] = _Memory(each.untyped_storage(), owner)
         if name in NO_ACCESS:
             return result
+        devices = {each.device.type for each in (*made, *(each for _, each in given))}
+        stream = self.host if self.is_fake and "cuda" not in devices else self.current
+        self.is_told_by_host(stream)
         self.number += 1
-        self.operations.append((name, self.current.name))
-        self.current.clock[self.current.name] += 1
+        self.operations.append((name, stream.name))
+        stream.clock[stream.name] += 1
         if name.startswith("c10d::"):
-            self.current.now_s += COLLECTIVE_S
+            stream.now_s += COLLECTIVE_S
         for place, each in given:
-            self._use(name, each, is_write=_is_written(func, name, place))
+            self._use(name, each, stream, is_write=_is_written(func, name, place))
         for each in made:
-            self._use(name, each, is_write=True)
+            self._use(name, each, stream, is_write=True)
+        if len(devices) > 1 and func.overloadpacket in BLOCKING and not _is_non_blocking(func, args, kwargs):
+            _merge(self.host.clock, stream.clock)
         return result
 
     def memory_of(self, tensor: torch.Tensor) -> _Memory:
@@ -258,9 +301,9 @@ class Cuda(TorchDispatchMode):
             self.memory[_key(tensor)] = _Memory(tensor.untyped_storage(), HOST)
         return self.memory[_key(tensor)]
 
-    def _use(self, name: str, tensor: torch.Tensor, *, is_write: bool) -> None:
-        memory, stream = self.memory_of(tensor), self.current
-        if memory.owner == HOST:
+    def _use(self, name: str, tensor: torch.Tensor, stream: Stream, *, is_write: bool) -> None:
+        memory = self.memory_of(tensor)
+        if memory.owner == HOST and not self.is_fake:
             return
         begin = tensor.storage_offset() * tensor.element_size()
         end, kept = begin + tensor.numel() * tensor.element_size(), []
@@ -277,7 +320,7 @@ class Cuda(TorchDispatchMode):
 
     def _host_reads(self, tensor: torch.Tensor) -> None:
         for _, _, stream, count, was_write in self.memory_of(tensor).uses:
-            if was_write and self.host_clock.get(stream, 0) < count:
+            if was_write and self.host.clock.get(stream, 0) < count:
                 self.found.append("early: the host reads what was not seen to be done")
 
     def _find_reuse(self) -> None:
@@ -285,10 +328,28 @@ class Cuda(TorchDispatchMode):
             if not memory.ref.expired():
                 continue
             del self.memory[key]
+            if memory.owner == HOST:
+                continue
             waited = [stream.clock for stream in self.streams if stream.name in {memory.owner, *memory.recorded}]
             for other, count in memory.last.items():
                 if not any(clock.get(other, 0) >= count for clock in waited):
                     self.found.append(f"reuse: {memory.owner} may write what {other} still uses")
+
+
+def _getitem(tensor: torch.Tensor, index: object) -> torch.Tensor:
+    """`tensor[begin:end]`, which torch's own does not do for "cuda" where it was built without."""
+    if isinstance(index, slice) and tensor.device.type == "cuda":
+        begin, end, _ = index.indices(tensor.shape[0])
+        return tensor.narrow(0, begin, max(0, end - begin))
+    return _GETITEM(tensor, index)
+
+
+_GETITEM = torch.Tensor.__getitem__
+
+
+def _is_non_blocking(func, args, kwargs) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking", False))
 
 
 def _merge(clock: dict[str, int], other: dict[str, int]) -> None:

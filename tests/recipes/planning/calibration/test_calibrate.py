@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.plan import KIB, MIB
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.calibrate import calibrate, calibration_values
-from lightning_hybrid.planning.calibration.link_fit import fit_line
-from lightning_hybrid.planning.calibration.microbenchmarks import (
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.node_wire import CodecRates
+from recipes.planning.calibration.calibrate import calibrate, calibration_values
+from recipes.planning.calibration.link_fit import fit_line
+from recipes.planning.calibration.microbenchmarks import (
     Measurement,
     Measurements,
     Microbenchmark,
     measure,
     validate,
 )
-from lightning_hybrid.planning.calibration.overhead_fit import predicted_all_reduce_s
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.node_wire import CodecRates
-from tests.planning.calibration.planted_links import MESSAGES, SOFTWARE_S, gloo_cluster, planted, world_of
+from recipes.planning.calibration.overhead_fit import predicted_all_reduce_s
+from tests.recipes.planning.calibration.planted_links import MESSAGES, SOFTWARE_S, gloo_cluster, planted, world_of
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 

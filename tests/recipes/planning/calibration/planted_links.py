@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS
-from lightning_hybrid.planning.calibration.microbenchmarks import (
+from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost_gloo import Gloo
+from recipes.planning.calibration.codec_benchmark import CODECS, CODED_SUMS
+from recipes.planning.calibration.microbenchmarks import (
     ADD_BYTES,
     ALGORITHMS,
     SUM_BYTES,
     Measurements,
     Microbenchmark,
 )
-from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup, predicted_all_reduce_s
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_gloo import Gloo
+from recipes.planning.calibration.overhead_fit import MeasuredSetup, predicted_all_reduce_s
 
 MESSAGES = (4, 256, 4096, 16384, 65536, 262144, 1 << 20, 1 << 22)
 SOFTWARE_S = 60e-6  # of a message, wherever it goes

@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from lightning_hybrid.planning.calibration.link_fit import LineFit, fit_line
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
-from lightning_hybrid.planning.calibration.overhead_fit import (
-    MeasuredSetup,
-    fit_overheads,
-    predicted_all_reduce_s,
-    residual_factors,
-)
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.node_wire import KERNEL_S, CodecRates
+from recipes.planning.calibration.link_fit import LineFit, fit_line
+from recipes.planning.calibration.microbenchmarks import Measurements
+from recipes.planning.calibration.overhead_fit import (
+    MeasuredSetup,
+    fit_overheads,
+    predicted_all_reduce_s,
+    residual_factors,
+)
 
 # Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
 CLEARLY_MORE = 1.1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from lightning_hybrid.comm import CommEngine, HookState
@@ -50,14 +50,12 @@ class IndependentNodes:
         """Note that weights and state are about to be each node's own, or are."""
         self.has_own_weights = self.has_own_moving_averages = self.has_own_state = True
 
-    def part(self, model: nn.Module) -> None:
+    def part(self, model: Any) -> None:
         """Let nodes take steps on their own from now on."""
         self.is_apart = True
         self._hook_state.engine = self.node_engine
         # DDP's broadcast of buffers from rank zero before each forward, as one from each node's leader.
-        model._register_buffer_comm_hook(  # type: ignore[operator]
-            self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD
-        )
+        model._register_buffer_comm_hook(self.group, _broadcast_in_node, _BufferCommHookLocation.PRE_FORWARD)
 
     def join(self, model: Any, engine: CommEngine) -> None:
         """Train together again, from what all have loaded."""

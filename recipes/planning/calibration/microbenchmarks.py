@@ -29,16 +29,16 @@ from torch import Tensor
 
 from lightning_hybrid.checks import require_number, require_positive, require_whole
 from lightning_hybrid.comm.engine.engine import CommEngine
-from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
+from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
+from recipes.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
 
 Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 
 MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 EXCHANGE_BYTES = (4, 256, 4 * KIB)
 SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB, 16 * MIB)
-ALGORITHMS = ("flat", "parallel_flat", "hierarchical", "two_level")
+ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
 
@@ -99,7 +99,7 @@ class Measurement:
     min_sample_s: float = 0.01
     max_bytes: int = 64 * MIB
     dtype: str = "float16"
-    algorithms: Sequence[str] = ALGORITHMS
+    algorithms: Sequence[Algorithm] = ALGORITHMS
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Measurement:
         if self.dtype not in ("float16", "bfloat16", "float32"):
             raise ValueError(f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it.")
         for name in self.algorithms:
-            CommPlan(algorithm=name)  # type: ignore[arg-type]  # refuses what is none
+            CommPlan(algorithm=name)  # refuses what is none
 
     def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
         """List every case to time here, the smallest first."""
@@ -355,7 +355,7 @@ def _engines(asked: Measurement, topology: Topology, device: torch.device) -> It
     ask: Any = {"topology": topology, "timeout": timedelta(seconds=asked.timeout_s), "device": device}
     try:
         for name in asked.algorithms:
-            engines[name] = CommEngine(plan=CommPlan(algorithm=name), **ask)  # type: ignore[arg-type]
+            engines[name] = CommEngine(plan=CommPlan(algorithm=name), **ask)
         if topology.num_nodes > 1:
             engines |= coded_engines(**ask)
         yield engines

@@ -1,0 +1,60 @@
+"""SimCLR with LARS: two views of each digit must find one another; then nearest neighbours say what was learnt.
+
+Each process compares the images of its own batch; losses over the batches of all: `lightning_hybrid.contrastive`.
+"""
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_hybrid  # registers the strategies
+from lightning_hybrid.optim import LARS, param_groups
+
+
+def view(images):
+    """The images, moved by up to a pixel, with noise."""
+    moved = torch.nn.functional.pad(images.view(-1, 8, 8), (1, 1, 1, 1))
+    row, column = torch.randint(0, 3, (2,)).tolist()
+    moved = moved[:, row : row + 8, column : column + 8].flatten(1)
+    return moved + 0.1 * torch.randn_like(moved)
+
+
+class SimCLR(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU())
+        self.projector = torch.nn.Linear(256, 64)
+
+    def training_step(self, batch, batch_idx):
+        views = torch.cat([view(batch[0]), view(batch[0])])
+        z = torch.nn.functional.normalize(self.projector(self.encoder(views)).float())
+        logits = (z @ z.T / 0.2).fill_diagonal_(float("-inf"))  # in fp32: the scale of a similarity is 1 / temperature
+        partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+        loss = torch.nn.functional.cross_entropy(logits, partner)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        # Biases and BatchNorm: neither decayed nor adapted, as in the paper.
+        return LARS(param_groups(self, weight_decay=1e-6), lr=1.0, momentum=0.9)
+
+
+def neighbours(encoder, images, labels):
+    """Share of the last 297 images whose nearest of the first 1,500 has the same label."""
+    with torch.no_grad():
+        z = torch.nn.functional.normalize(encoder.eval()(images))
+    return (labels[(z[1500:] @ z[:1500].T).argmax(1)] == labels[1500:]).float().mean().item()
+
+
+if __name__ == "__main__":
+    pl.seed_everything(0)
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float() / 16
+    loader = DataLoader(TensorDataset(images[:1500]), batch_size=250, shuffle=True, drop_last=True)
+    two = {"accelerator": "cpu", "devices": 2}
+    trainer = pl.Trainer(strategy="hybrid_allreduce", precision="16-true", max_epochs=20, logger=False, **two)
+    module = SimCLR()
+    trainer.fit(module, loader)
+    if trainer.is_global_zero:
+        print("nearest neighbour has the same label:", f"{neighbours(module.encoder, images, labels):.3f}")

@@ -1,0 +1,79 @@
+"""The gallery and the files to deploy: every program runs as it stands, every file says what its page says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from tests.checkout import ROOT
+from tests.programs import run_program
+
+EXAMPLES, DEPLOY = ROOT / "recipes" / "examples", ROOT / "recipes" / "deploy"
+LAST = {
+    "own_script.py": r"accuracy: 0\.9\d\d",
+    "own_loop.py": r"epoch 4: loss 0\.\d\d\d",
+    "self_supervised.py": r"same label: 0\.9\d\d",
+    "fine_tuning.py": "backbone unchanged: True",
+    "pipeline.py": r"\nloss: 0\.[0-5]\d\d",
+    "slow_links.py": "bytes over the link",
+    "first_run.ipynb": r"what was trained: 0\.9\d\d",
+}
+
+
+def test_the_page_names_every_example():
+    named = re.findall(r"\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())
+    assert set(named) == set(LAST) == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAST)
+def test_an_example_runs_as_it_stands(name, tmp_path):
+    path = EXAMPLES / name
+    if path.suffix == ".ipynb":  # cells in their order, as a kernel would
+        cells = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        path = tmp_path / "notebook.py"
+        path.write_text("\n\n".join("".join(cell) for cell in cells))
+    done = run_program(str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(LAST[name], done.stdout)
+    if name == "slow_links.py":
+        plain, coded = (float(n.replace(",", "")) for n in re.findall(r"a step: ([\d,]+)", done.stdout))
+        assert 1.8 < plain / coded < 2.1
+
+
+def test_the_image_has_the_extras_and_files_that_there_are():
+    text = (DEPLOY / "Dockerfile").read_text()
+    extras = re.search(r"'\.\[(.*)\]'", text)[1].split(",")
+    assert set(extras) <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()]
+    assert copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_job_of_kubernetes_starts_what_there_is_on_pods_that_find_one_another():
+    service, job = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    words = [*container["command"], *container["args"]]
+    assert f"--nnodes={job['spec']['completions']}" in words
+    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in words
+    # the name of the first pod: <job>-0, in the domain of the service
+    endpoint = f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
+    assert f"--rdzv-endpoint={endpoint}" in words
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    recipe = next(word for word in words if word.startswith("recipe=")).removeprefix("recipe=")
+    assert (ROOT / "conf" / "recipe" / f"{recipe}.yaml").exists()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_script_for_slurm_is_a_script_and_queues_a_preempted_job_again():
+    script = DEPLOY / "train.sbatch"
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
+    assert {"--requeue", "--signal=SIGUSR1@120"} <= set(re.findall(r"^#SBATCH (\S+)", script.read_text(), re.M))
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in script.read_text()
