@@ -26,6 +26,7 @@ from lightning_hybrid.data.index_lists import CONTENT, END, START, IndexLists, c
 from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream, streams_of
 from lightning_hybrid.lightning_names import lightning_function
 
+_LACKS = "the checkpoint, of one rank alone, of other ranks or of a step that is made again, lacks its sampler's state"
 _FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
 # What they draw from global streams, they draw before their first index.
 _DRAW_AT_ONCE = (*_FROM_EPOCH, data.RandomSampler, data.WeightedRandomSampler, data.SubsetRandomSampler)
@@ -89,7 +90,8 @@ class ExactLoader(DataLoader[Any]):
 
     def _set_place(self, place: Place) -> None:
         self.place, self._batches, self._is_over = place, place.batches, False
-        self._is_followed, self.checksum = True, 0  # one batch comes for each index list
+        self._is_followed = True  # one batch comes for each index list
+        self.checksum: int | None = 0
         self.checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
         self.expected: tuple[int, int | None] | None = None
         self._kept: dict[int, Any] = {}  # of a stream: states by number of batches
@@ -111,11 +113,9 @@ class ExactLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch; `own` is what ranks do not share."""
-        own: dict[str, Any] = {"seed": self.reader.seed, "checksum": self.checksum if self._is_followed else None}
+        own: dict[str, Any] = {"seed": self.reader.seed, "checksum": self.checksum, "kept": dict(self._kept)}
         if self._own_streams:
             own |= {"streams": self._before, "streams_now": [state_of_stream(one) for one in self._own_streams]}
-        if self._kept:
-            own["kept"] = dict(self._kept)
         place = {**self.place._asdict(), "batches": self._batches, "total": self._total, "is_over": self._is_over}
         layout = {"world_size": self.reader.world_size, "batch_size": self.batch_size, "num_workers": self.num_workers}
         more = {"accumulate_grad_batches": self.reader.accumulate_grad_batches, "dealt": self._dealt, "own": own}
@@ -170,10 +170,10 @@ class ExactLoader(DataLoader[Any]):
         is_certain = self.is_stream or self.follows_from_epoch or own.get("checksum") is None
         if not (is_here or is_certain) and state["batches"]:
             self._draw_again(state, own)
-        is_over = (
-            not self.is_stream
-            and 0 < (lightning_function("fabric.utilities.data.sized_len")(self) or 0) <= place.batches
-        )
+        length = None if self.is_stream else lightning_function("fabric.utilities.data.sized_len")(self)
+        is_over = bool(length) and place.batches >= length
+        if state and not own and self._own_streams:
+            warnings.warn(f"The training loader's order may be another one: {_LACKS}.", stacklevel=2)
         if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more than it did
             self._restore(own.get("streams_now", ()))
         self._set_place(place)
@@ -186,7 +186,8 @@ class ExactLoader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if is_here and own:
             self._restore(own.get("streams", ()))
-            self.expected = state["batches"], own["checksum"]
+            is_same_batch = state["batch_size"] == self.batch_size
+            self.expected = (state["batches"], own["checksum"]) if is_same_batch else None
         self._before = [state_of_stream(one) for one in self._own_streams]
         kept = own.get("kept", {}) if is_here else {}
         if num_read := max((number for number in kept if number <= place.batches), default=0):
@@ -235,9 +236,8 @@ class ExactLoader(DataLoader[Any]):
             self.compare(self._batches, self.checksum)
         elif self._is_followed:
             self._is_followed = 1 <= len(self.checksums) <= 1 + self.num_workers * (self.prefetch_factor or 0)
-            if self._is_followed:
-                self.checksum = self.checksums.popleft()
-            elif self.place.batches:
+            self.checksum = self.checksums.popleft() if self._is_followed else None
+            if not self._is_followed and self.place.batches:
                 raise self._error(self.caveat)
         return batch
 
@@ -273,7 +273,7 @@ class ExactLoader(DataLoader[Any]):
         elif state and (
             place.batches < 0 or (own is None and not self.follows_from_epoch) or (self._own_streams and not is_here)
         ):
-            why = "the checkpoint, of one rank alone or of a step that is made again, lacks its sampler's state"
+            why = _LACKS
         if why:
             raise self._error(why)
 
