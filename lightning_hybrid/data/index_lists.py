@@ -30,24 +30,24 @@ class IndexLists:
         return self._rest_of(indices)
 
     def _rest_of(self, indices: Iterator[Any]) -> Iterator[Any]:
-        loader, number, checksum = self._loader, 0, 0
+        owner, number, checksum = self._loader, 0, 0
         while True:
-            is_drawn = loader.is_stream or (number > 0 and loader.draws_at_once)
-            with nullcontext() if is_drawn else loader.seeded_for(ORDER, number):
+            is_drawn = owner.is_stream or (number > 0 and owner.draws_at_once)
+            with nullcontext() if is_drawn else owner.seeded_for(ORDER, number):
                 index = next(indices, END)
             if index is END:
-                if loader.expected is not None:  # it ends too early
-                    loader.compare(loader.expected[0], None)
+                if owner.expected is not None:  # it ends too early
+                    owner.compare(owner.expected[0], None)
                 return
-            words, number = loader.words(CONTENT, number), number + 1
-            if not loader.is_stream:
+            words, number = owner.words(CONTENT, number), number + 1
+            if not owner.is_stream:
                 checksum = _checksum_of_index(index, checksum)
-                loader.compare(number, checksum)
-                if number <= loader.place.batches:
-                    loader.checksum = checksum
+                owner.compare(number, checksum)
+                if number <= owner.place.batches:
+                    owner.checksum = checksum
                     continue
-                loader.checksums.append(checksum)
-            yield SeededIndex(index, words) if loader.num_workers else index
+                owner.checksums.append(checksum)
+            yield SeededIndex(index, words) if owner.num_workers else index
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -182,7 +182,7 @@ class FabricHybridAllReduce(_Base):
         if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
             assert half.masters is not None
             half.masters.broadcast_(module, ignored)
-        engine = self._comm.new_engine()
+        engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on

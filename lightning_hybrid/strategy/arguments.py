@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -207,6 +207,27 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
             f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
             "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
         )
+
+
+def turned_on(
+    plugin: Any, across: Any, local_steps: LocalSteps | None, asked: Collection[str], *, shard_update: str
+) -> str:
+    """Return what a user turned on, and the precision, for the line at start.
+
+    >>> plugin = type("Plugin", (), {"precision": "16-true"})()
+    >>> turned_on(plugin, Codec(bits=8), None, ["error feedback"], shard_update="off")
+    '8 bits between nodes, error feedback; fp16 on fp32 masters'
+    """
+    bits = f"{across.bits} bits" if isinstance(across, Codec) else str(across).removeprefix("torch.")
+    words = [] if across is None else [f"{bits} between nodes"]
+    words += ["error feedback"] if "error feedback" in asked else []
+    words += [f"averages between nodes every {local_steps.every} steps"] if local_steps is not None else []
+    words += ["update shared in the node"] if shard_update != "off" else []
+    name = str(plugin.precision)
+    dtype = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}.get(name, name)
+    if name.endswith("16-mixed"):
+        dtype += f": gradients in fp32, where precision='{name.replace('mixed', 'true')}' sends half the bytes"
+    return "; ".join(filter(None, [", ".join(words), dtype]))
 
 
 # Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.

@@ -29,6 +29,7 @@ from lightning_hybrid.strategy.arguments import (
     ask_planner,
     bucket_caps_for_ddp,
     refuse_unknown_options,
+    turned_on,
     warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
@@ -180,11 +181,10 @@ class CommSetup:
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
-    def new_engine(self, *, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None) -> CommEngine:
-        """Make an engine, for the modules that average their gradients over all ranks or `replicas`. Collective."""
+    def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:
+        """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
-        if replicas is not None:
-            self.topology = replicas.own
+        self.topology = self.topology if replicas is None else replicas.own
         engine = CommEngine(
             topology=self.topology,
             plan=self.plan,
@@ -197,7 +197,9 @@ class CommSetup:
             **self.engine_options,
         )
         self.note_plan(self.plan)
-        rank_zero_info(self.communication_plan)
+        across = self.dtype_across_nodes if self.topology.num_nodes > 1 else None
+        on = turned_on(precision, across, self.local_steps, self.asked, shard_update=self.shard_update)
+        rank_zero_info(f"{self.communication_plan}; {on}")
         return engine
 
     def average_by(

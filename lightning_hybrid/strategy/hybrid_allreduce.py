@@ -292,7 +292,7 @@ class HybridAllReduce(_Base):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        self._comm.engine = self._failures.engine = engine = self._comm.new_engine()
+        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(self.precision_plugin)
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
         self._comm.begin_tuning()
 
@@ -307,9 +307,8 @@ class HybridAllReduce(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
-        dataloader = super().process_dataloader(dataloader)
-        compute_dtype = None if self._masters is None else self._masters.dtype
-        return self._loaders.process(dataloader, self._module, self.root_device, compute_dtype)
+        dtype = None if self._masters is None else self._masters.dtype
+        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 

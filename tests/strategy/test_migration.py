@@ -35,7 +35,7 @@ README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 PROVED_BY = {
     "`horovodrun": ("tests/strategy/test_flavours.py", "torch.distributed.run"),
     "`gradient_predivide_factor": ("tests/comm/test_hook.py", "split_divisor"),
-    "`hvd.elastic": ("tests/netlab/elastic.py", "--max-restarts"),
+    "`hvd.elastic": ("recipes/records/faults/README.md", "--max-restarts"),
     "`autoresume": ("tests/recipes/training/test_resume.py", "resume=auto"),
     "`device_train_microbatch_size": ("tests/recipes/training/test_recipes.py", "max_batch_size_per_rank"),
     "`LabelSmoothing": ("tests/recipes/training/test_classifier.py", "channels_last"),
