@@ -66,8 +66,7 @@ class HybridAllReduce(_Base):
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
         exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
-        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
-            an error after this.
+        timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
         algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
