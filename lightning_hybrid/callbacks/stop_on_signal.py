@@ -145,7 +145,9 @@ class StopOnSignal(Callback):
         if not isinstance(exception, SIGTERMException) or not asked:
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
-        self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped
+        loop = trainer.fit_loop.epoch_loop
+        # One rank alone stops in the middle of a validation, before Lightning counts the step that it follows.
+        self._steps_of_loggers = loop._batches_that_stepped + (trainer.validating and not loop._should_accumulate())
         _forget_batches_of_a_whole_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)

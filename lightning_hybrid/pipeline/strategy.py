@@ -51,8 +51,7 @@ class HybridPipeline(DataRanksMixin):
         waiting part of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
 
     It trains what `hybrid_allreduce` trains on the data ranks with `accumulate_grad_batches = num_microbatches`, to the
-    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them. More in this folder's
-    `README.md`.
+    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them.
 
     Args:
         num_stages: ranks of a pipeline; divides the ranks.
@@ -173,11 +172,12 @@ class HybridPipeline(DataRanksMixin):
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
         here = self._here
-        self._averaged_parameters, _ = trained_parameters(here.module)
+        self._averaged_parameters = trained_parameters(here.module)[0]
         if here.ranks.num_data_ranks > 1:
             replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            here.watchdog.engine = self._comm.engine = self._comm.new_engine(replicas=replicas, group=self._data_group)
-            here.wrapped = {index: self._wrapped(body, self._comm.engine) for index, body in here.bodies.items()}
+            new = self._comm.new_engine(self.precision_plugin, replicas=replicas, group=self._data_group)
+            here.watchdog.engine = self._comm.engine = new
+            here.wrapped = {index: self._wrapped(body, new) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]

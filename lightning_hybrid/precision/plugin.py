@@ -287,12 +287,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return closure_result
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        # Where all ranks have the same gradients, and so find the same; for the first steps of a dynamic scale.
-        wants = state.loss_scale is not None and state.loss_scale.wants_largest and state.grad_scale is not None
-        if not (wants and self._is_automatic and self._agree_on_overflow is None):
+        # Where all ranks have the same gradients; for the first steps of a dynamic scale.
+        if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
             return None
-        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None and one.grad.numel()]
-        if not gradients:
+        if not self._is_automatic or self._agree_on_overflow is not None:
+            return None
+        if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
             return None
         norms = torch._foreach_norm(gradients, float("inf"))
         return torch.stack([norm.float() for norm in norms]).amax() / state.grad_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -209,20 +209,25 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
         )
 
 
-# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
-COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+def turned_on(
+    plugin: Any, across: Any, local_steps: LocalSteps | None, asked: Collection[str], *, shard_update: str
+) -> str:
+    """Return what a user turned on, and the precision, for the line at start.
 
-
-def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
-    kinds = [type(one) for one in module.modules() if getattr(one, "couples_the_batch", type(one).__name__ in COUPLED)]
-    if accumulate_grad_batches > 1 and kinds:
-        rank_zero_warn(
-            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
-            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
-            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
-            "no accumulation."
-        )
+    >>> plugin = type("Plugin", (), {"precision": "16-true"})()
+    >>> turned_on(plugin, Codec(bits=8), None, ["error feedback"], shard_update="off")
+    '8 bits between nodes, error feedback; fp16 on fp32 masters'
+    """
+    bits = f"{across.bits} bits" if isinstance(across, Codec) else str(across).removeprefix("torch.")
+    words = [] if across is None else [f"{bits} between nodes"]
+    words += ["error feedback"] if "error feedback" in asked else []
+    words += [f"averages between nodes every {local_steps.every} steps"] if local_steps is not None else []
+    words += ["update shared in the node"] if shard_update != "off" else []
+    name = str(plugin.precision)
+    dtype = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}.get(name, name)
+    if name.endswith("16-mixed"):
+        dtype += f": gradients in fp32, where precision='{name.replace('mixed', 'true')}' sends half the bytes"
+    return "; ".join(filter(None, [", ".join(words), dtype]))
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
@@ -267,3 +272,21 @@ def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | Los
     if not any(isinstance(plugin, lightning_types(name)) for name in plain):
         return plugin
     return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)
+
+
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
+    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                names = {id(p): name for name, p in module.named_parameters()}
+                raise RuntimeError(
+                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
+                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
+                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from lightning_hybrid.strategy.arguments import (
     ask_planner,
     bucket_caps_for_ddp,
     refuse_unknown_options,
+    turned_on,
     warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
@@ -180,11 +181,10 @@ class CommSetup:
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
-    def new_engine(self, *, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None) -> CommEngine:
-        """Make an engine, for the modules that average their gradients over all ranks or `replicas`. Collective."""
+    def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:
+        """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
-        if replicas is not None:
-            self.topology = replicas.own
+        self.topology = self.topology if replicas is None else replicas.own
         engine = CommEngine(
             topology=self.topology,
             plan=self.plan,
@@ -197,7 +197,9 @@ class CommSetup:
             **self.engine_options,
         )
         self.note_plan(self.plan)
-        rank_zero_info(self.communication_plan)
+        across = self.dtype_across_nodes if self.topology.num_nodes > 1 else None
+        on = turned_on(precision, across, self.local_steps, self.asked, shard_update=self.shard_update)
+        rank_zero_info(f"{self.communication_plan}; {on}")
         return engine
 
     def average_by(
@@ -278,21 +280,3 @@ def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
         if parameter.requires_grad or name in ignored
     }
     return averaged, ignored
-
-
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
-                raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
-                )

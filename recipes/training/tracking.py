@@ -169,7 +169,7 @@ def send_report(trainer: pl.Trainer, run_dir: str) -> None:
     page = Path(run_dir, "run.html")
     for logger in trainer.loggers:
         if type(logger).__name__ == "WandbLogger" and page.exists():
-            run: Any = logger.experiment
+            run = cast(Any, logger).experiment
             if not (run.disabled or run.offline):
                 run.log_artifact(str(page), name=f"report-{run.id}", type="report")
 

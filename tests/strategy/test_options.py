@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from datetime import timedelta
-
 import pytest
 import torch
 
@@ -109,14 +106,6 @@ def test_a_keyword_of_the_last_release_is_its_value_and_warns_with_the_line_to_w
             **{name: getattr(lightning_hybrid, name) for name in lightning_hybrid.__all__},
         }
         assert eval(f"dict({line})", {**names, "CommPlan": CommPlan}) == new  # as it is pasted
-
-
-def test_no_keyword_is_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        HybridAllReduceStrategy()
-        HybridPipelineStrategy(timeout=timedelta(minutes=1))
-        fabric.HybridAllReduceStrategy()
 
 
 @pytest.mark.parametrize(

@@ -68,19 +68,9 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
         for name in CODECS:
             turns = 1.0 if world.on_cuda else GLOO.work_s(1.0, of_busiest=1, of_all=cluster.world_size)
             add("codec", name, ADD_BYTES, turns * ADD_BYTES / getattr(cluster.codec, f"{name}_bytes_per_s"))
-        for name, size in CODED_SUMS:
-            add(
-                "sum",
-                name,
-                size,
-                (sums_s or {}).get((name, size)) or predicted_all_reduce_s(cluster, name, size, world),
-            )
-    for name in (backend, *ALGORITHMS):
-        for size in SUM_BYTES[:-1]:  # the last takes as long to fit as all others
-            add(
-                "sum",
-                name,
-                size,
-                (sums_s or {}).get((name, size)) or predicted_all_reduce_s(cluster, name, size, world),
-            )
+    sums = [*(CODED_SUMS if "across" in places else ())]
+    sums += [(name, size) for name in (backend, *ALGORITHMS) for size in SUM_BYTES[:-1]]  # the last takes longest
+    for name, size in sums:
+        time_s = (sums_s or {}).get((name, size)) or predicted_all_reduce_s(cluster, name, size, world)
+        add("sum", name, size, time_s)
     return Measurements(times_s=times_s, took_s=1.0)
