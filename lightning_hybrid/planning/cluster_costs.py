@@ -46,10 +46,6 @@ class StageCost:
         """Seconds with no other stage at the same place."""
         return self.delay_s + self.work_s / self.share
 
-    def times(self, factor: float) -> StageCost:
-        """Return a stage that takes so many times as long."""
-        return self if factor == 1 else replace(self, delay_s=factor * self.delay_s, work_s=factor * self.work_s)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
@@ -141,8 +137,9 @@ class ClusterCosts:
             stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
-        across = factor * next((each for least, each in reversed(self.curve) if num_bytes >= least), 1.0)
-        return tuple(stage.times(across if stage.place == "across" else factor) for stage in stages)
+        curved = factor * next((each for least, each in reversed(self.curve) if num_bytes >= least), 1.0)
+        by = {"inside": factor, "across": curved}
+        return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
         """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""

@@ -7,7 +7,10 @@ Sources, as of June and August 2026: NCCL, `src/graph/tuning.cc` (latencies, lim
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+from lightning_hybrid.planning.cost import Link
 
 Generation = Literal["pascal", "volta", "ampere", "hopper", "blackwell"]
 Fabric = Literal["ib", "roce", "efa", "slingshot", "tcp", "tcpxo"]
@@ -60,6 +63,33 @@ PLUGIN_TREES = {
     "aws_p5en": (192 * KIB, ((16, 13.1e6), (127, 129e6), (1024, 218e6))),
     "aws_p6": (384 * KIB, ((16, 4.7e6), (32, 18.4e6), (64, 40.4e6), (128, 57.1e6), (256, 72.9e6), (1024, 97e6))),
 }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One all-reduce: what is summed, where, and NCCL's channels of it; `across` has the payload's rate of a node."""
+
+    num_bytes: float
+    num_nodes: int
+    ranks_per_node: int
+    inside: Link
+    across: Link
+    channels: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def rounds(self) -> int:
+        """Depth of a tree over nodes."""
+        return (self.num_nodes - 1).bit_length()
+
+    @property
+    def column(self) -> int:
+        """The column of tables: two nodes, or more."""
+        return self.num_nodes > 2
 
 
 def tree_correction(num_bytes: float, place: int) -> float:

@@ -346,12 +346,11 @@ def _is_reparametrised(module: nn.Module) -> bool:
 
 
 def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
-    metrics = sys.modules.get("torchmetrics")  # a module that is a metric has imported it
     seen: set[int] = set()
     stack = [module]
     while stack:
         current = stack.pop()
-        if id(current) in seen or (metrics is not None and isinstance(current, metrics.Metric)):
+        if id(current) in seen or isinstance(current, getattr(sys.modules.get("torchmetrics"), "Metric", ())):
             continue
         seen.add(id(current))
         yield current

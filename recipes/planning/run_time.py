@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -12,7 +14,13 @@ from omegaconf import DictConfig
 from lightning_hybrid.planning.failures import SHARES, Failures
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import time_text
-from recipes.planning.scenario import Scenario, scenario_of
+from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, scenario_of
+
+if TYPE_CHECKING:
+    from recipes.planning.simulate_report import SimulationReport
+
+IMAGENET = 1_281_167  # training images
+NO_MATTER = 0.005  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +114,74 @@ def comparison(cfg: DictConfig) -> str:
         )
     header = ["cluster", "GPUs", "images/s of one", "step (80 %)", "run (80 %)", "cost of the run (80 %)"]
     return markdown_table(header, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
+
+
+def run_lines(report: SimulationReport) -> list[str]:
+    """Say how long the run takes and what it costs; then what failures have to do with it."""
+    # How long and how much; then what failures have to do with it.
+    failures, cluster, run = report.failures, report.scenario.cluster, report.run
+    what = f"{report.epochs:g} epochs of {report.images_per_epoch:,} images"
+    what += " (ImageNet)" * (report.images_per_epoch == IMAGENET)
+    unit = ("GPU" if report.scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
+    known = "" if run.step_bounds_s else ", of failures alone"
+    costs = ""
+    if report.price_per_node_hour is not None:
+        each, low, high = run.costs(cluster.num_nodes * report.price_per_node_hour / 3600)
+        rate = f"{report.price_per_node_hour:g} per node and hour"
+        costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
+    if report.watts_per_node is not None:
+        energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * report.watts_per_node / 3.6e6)]
+        costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
+    between_s, every_s = failures.between_s(cluster.world_size), failures.interval_s(cluster.world_size)
+    lost, text = 1 - run.work_s / (run.run_s - failures.start_s), f"A failure every {days(between_s)} on average"
+    if run.work_s < every_s or lost < NO_MATTER:
+        text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
+    else:
+        steps = max(1, round(every_s / report.outcome.step_s))
+        text += (
+            f", with checkpoints, costs {lost:.1%}; best is one every {time_text(every_s)} (Daly 2006): "
+            f"callbacks.last.every_n_train_steps={steps}. An elastic run takes {days(run.elastic_s)}."
+        )
+    return [
+        f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
+        f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
+        f"{days(run.high_s)}{known}), {days(run.work_s)} without{costs}.",
+        text,
+    ]
+
+
+def how_sure(report: SimulationReport) -> str:
+    """Say what is known of the errors, and what to measure next."""
+    scenario, cluster = report.scenario, report.scenario.cluster
+    rate = ""
+    if scenario.is_rate_estimated:
+        rate = (
+            f" images_per_s is estimated: {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
+            "inside the interval); measure it first."
+        )
+    if cluster.num_nodes == 1:
+        return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
+    if report.run.step_bounds_s is None:
+        return (
+            "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
+            f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+        )
+    return (
+        "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
+        f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+    )
+
+
+def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """Return the keys that tell the device and the links from others, with their values, where they were not given."""
+    cluster = scenario.cluster
+    values = {
+        "images_per_s": None if scenario.measured or cfg.images_per_s is not None else scenario.images_per_s,
+        "cluster.links.ranks_per_node": cluster.ranks_per_node,
+        "cluster.links.inside.bytes_per_s": cluster.inside.bytes_per_s,
+        "cluster.links.across.bytes_per_s": cluster.across.bytes_per_s,
+        "cluster.links.across.latency_s": cluster.across.latency_s,
+        "cluster.links.nics_per_node": cluster.nics_per_node,
+    }
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    return {name: f"{value:g}" for name, value in values.items() if value is not None and name not in given}

@@ -22,19 +22,17 @@ from lightning_hybrid.planning.plan_search import (
     Candidate,
     chosen,
 )
-from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, run_totals, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
 from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, schedule_panel, what_pays
-from recipes.planning.run_time import RunTime, days
+from recipes.planning.run_time import RunTime, how_sure, preset_of, run_lines
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
-from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, Search
+from recipes.planning.scenario import Scenario, Search
 
 QUANTILES = (0.5, 0.9, 0.99)
-IMAGENET = 1_281_167  # training images
-NO_MATTER = 0.005  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +96,12 @@ class SimulationReport:
         """Return the run in numbers; energy and price where the cluster has rates for them."""
         scenario, outcome = self.scenario, self.outcome
         steps = self.images_per_epoch / scenario.global_batch_size
-        totals = run_totals(
-            step_s=outcome.step_s,
-            num_steps=self.epochs * steps,
-            num_nodes=scenario.cluster.num_nodes,
-            watts_per_node=self.watts_per_node,
-            price_per_node_hour=self.price_per_node_hour,
+        nodes, rates = (
+            scenario.cluster.num_nodes,
+            {"run_kwh": self.watts_per_node, "run_price": self.price_per_node_hour},
         )
+        units = {"run_kwh": 3.6e6, "run_price": 3600}
+        totals = {n: self.run.costs(nodes * rate / units[n])[0] for n, rate in rates.items() if rate is not None}
         return {
             "num_ranks": scenario.cluster.world_size,
             "global_batch_size": scenario.global_batch_size,
@@ -115,7 +112,7 @@ class SimulationReport:
             "efficiency": outcome.efficiency,
             "images_per_s": scenario.global_batch_size / outcome.step_s,
             "epoch_s": steps * outcome.step_s,
-            "run_hours": totals.pop("run_hours"),
+            "run_hours": self.run.work_s / 3600,
             "training_flops_per_image": float(flops_per_image(scenario.layers)),
             **totals,
             "run_with_failures_s": self.run.run_s,
@@ -128,7 +125,7 @@ class SimulationReport:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
         scenario, outcome, found = self.scenario, self.outcome, self.numbers()
         cluster = scenario.cluster
-        lines = [*self._run(), self._limit(found)]
+        lines = [*run_lines(self), self._limit(found)]
         if self.candidates:
             lines.append(self._best_plan())
         if self.compression is not None:
@@ -145,7 +142,7 @@ class SimulationReport:
         lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
         if self.pipelines and self.memory.is_data_parallel_possible:
             lines.append(what_pays(self.pipelines, outcome.step_s))
-        lines.append(self._how_sure())
+        lines.append(how_sure(self))
         if self.preset:
             words = " ".join(f"{key}={value}" for key, value in self.preset.items())
             lines.append(f"Not measured, but assumed by {self.about}; give yours where it differs:\n  {words}")
@@ -159,38 +156,6 @@ class SimulationReport:
         num_steps = self.epochs * self.images_per_epoch / self.scenario.global_batch_size
         return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.failures)
 
-    def _run(self) -> list[str]:
-        # How long and how much; then what failures have to do with it.
-        failures, cluster, run = self.failures, self.scenario.cluster, self.run
-        what = f"{self.epochs:g} epochs of {self.images_per_epoch:,} images"
-        what += " (ImageNet)" * (self.images_per_epoch == IMAGENET)
-        unit = ("GPU" if self.scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
-        known = "" if run.step_bounds_s else ", of failures alone"
-        costs = ""
-        if self.price_per_node_hour is not None:
-            each, low, high = run.costs(cluster.num_nodes * self.price_per_node_hour / 3600)
-            rate = f"{self.price_per_node_hour:g} per node and hour"
-            costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
-        if self.watts_per_node is not None:
-            energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * self.watts_per_node / 3.6e6)]
-            costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
-        between_s, every_s = failures.between_s(cluster.world_size), failures.interval_s(cluster.world_size)
-        lost, text = 1 - run.work_s / (run.run_s - failures.start_s), f"A failure every {days(between_s)} on average"
-        if run.work_s < every_s or lost < NO_MATTER:
-            text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
-        else:
-            steps = max(1, round(every_s / self.outcome.step_s))
-            text += (
-                f", with checkpoints, costs {lost:.1%}; best is one every {time_text(every_s)} (Daly 2006): "
-                f"callbacks.last.every_n_train_steps={steps}. An elastic run takes {days(run.elastic_s)}."
-            )
-        return [
-            f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
-            f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
-            f"{days(run.high_s)}{known}), {days(run.work_s)} without{costs}.",
-            text,
-        ]
-
     def _limit(self, found: Mapping[str, float]) -> str:
         scenario, outcome = self.scenario, self.outcome
         input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
@@ -202,26 +167,6 @@ class SimulationReport:
             f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
             f"{time_text(outcome.step_s)}{between}, of which {time_text(exposed_s)} are spent waiting for "
             f"gradients; {found['images_per_s']:,.0f} images/s, efficiency {outcome.efficiency:.1%}."
-        )
-
-    def _how_sure(self) -> str:
-        scenario, cluster = self.scenario, self.scenario.cluster
-        rate = ""
-        if scenario.is_rate_estimated:
-            rate = (
-                f" images_per_s is estimated: {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
-                "inside the interval); measure it first."
-            )
-        if cluster.num_nodes == 1:
-            return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
-        if self.run.step_bounds_s is None:
-            return (
-                "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
-                f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
-            )
-        return (
-            "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
-            f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"
         )
 
     def _best_plan(self) -> str:
@@ -374,21 +319,6 @@ def _compression(
         itemsize=scenario.itemsize,
         on_cuda=scenario.on_cuda,
     )
-
-
-def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys that tell the device and the links from others, with their values, where they were not given."""
-    cluster = scenario.cluster
-    values = {
-        "images_per_s": None if scenario.measured or cfg.images_per_s is not None else scenario.images_per_s,
-        "cluster.links.ranks_per_node": cluster.ranks_per_node,
-        "cluster.links.inside.bytes_per_s": cluster.inside.bytes_per_s,
-        "cluster.links.across.bytes_per_s": cluster.across.bytes_per_s,
-        "cluster.links.across.latency_s": cluster.across.latency_s,
-        "cluster.links.nics_per_node": cluster.nics_per_node,
-    }
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
-    return {name: f"{value:g}" for name, value in values.items() if value is not None and name not in given}
 
 
 def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:

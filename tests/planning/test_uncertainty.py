@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_hybrid.comm.plan import MIB
+from lightning_hybrid.planning.cluster import ERRORS, VERBS, bounds
 from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.uncertainty import ERRORS, VERBS, bounds
 from tests.evidence.planner import between_nodes
 from tests.planning.clusters import cluster
 

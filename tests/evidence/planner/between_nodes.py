@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.cluster import WIDENED, Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.uncertainty import WIDENED
 
 MIB = 2**20
 ROWS = Path(__file__).with_name("between_nodes.csv")
@@ -133,7 +132,7 @@ def log_error(row: MeasuredRow) -> float:
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
-    """Return the class of `uncertainty`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
+    """Return the class of `planning.cluster`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
     return ("ib, roce, efa" if row.fabric in ("ib", "roce", "efa") else row.fabric), row.size
 
 
