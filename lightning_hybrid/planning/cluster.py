@@ -67,4 +67,4 @@ def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
 
 
 def _with(cluster: Cluster, factors: Sequence[float]) -> Cluster:
-    return replace(cluster, curve=tuple(zip(FROM_BYTES, factors, strict=True)))
+    return replace(cluster, curve=dict(zip(FROM_BYTES, factors, strict=True)))

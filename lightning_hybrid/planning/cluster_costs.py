@@ -62,7 +62,7 @@ class ClusterCosts:
         factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
             `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
         codec: What rounding takes where sums between nodes go through a codec.
-        curve: Measured over modelled time of stages between nodes, as pairs of bytes and the factor from there on.
+        curve: Measured over modelled time of stages between nodes, by the bytes from which on it holds, in their order.
 
     Raises:
         ValueError: A count is below one.
@@ -82,7 +82,7 @@ class ClusterCosts:
     is_interleaved: bool = False
     factors: Mapping[str, float] = field(default_factory=dict)
     codec: CodecRates = field(default_factory=CodecRates)
-    curve: tuple[tuple[float, float], ...] = ()
+    curve: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, factor in self.factors.items():
@@ -137,8 +137,8 @@ class ClusterCosts:
             stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
-        curved = factor * next((each for least, each in reversed(self.curve) if num_bytes >= least), 1.0)
-        by = {"inside": factor, "across": curved}
+        curved = next((each for least, each in reversed(self.curve.items()) if num_bytes >= least), 1.0)
+        by = {"inside": factor, "across": factor * curved}
         return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
@@ -186,7 +186,6 @@ def _over_nccl(
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
     card = nccl.payload_bytes_per_s(cluster.across.bytes_per_s)
     if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree") and codec_s is None:
-        only = {"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm)
         cost = nccl.all_reduce(
             across_bytes,
             num_nodes=nodes,
@@ -194,7 +193,7 @@ def _over_nccl(
             inside=cluster.inside,
             across=replace(cluster.across, bytes_per_s=cluster.nics_per_node * card),
             num_nics=cluster.nics_per_node,
-            algorithm=only,  # type: ignore[arg-type]
+            algorithm={"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm),  # type: ignore[arg-type]
         )
         return (_stage("all_reduce", place, cost),)
     if algorithm == "gloo_ring":
