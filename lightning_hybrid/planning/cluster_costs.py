@@ -62,7 +62,7 @@ class ClusterCosts:
         factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
             `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
         codec: What rounding takes where sums between nodes go through a codec.
-        curve: Measured over modelled time of stages between nodes, by the bytes from which on it holds, in their order.
+        curve: Measured over modelled time of stages between nodes, by the bytes from which on it holds.
 
     Raises:
         ValueError: A count is below one.
@@ -137,7 +137,7 @@ class ClusterCosts:
             stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
-        curved = next((each for least, each in reversed(self.curve.items()) if num_bytes >= least), 1.0)
+        curved = self.curve.get(max((n for n in self.curve if n <= num_bytes), default=0.0), 1.0)
         by = {"inside": factor, "across": factor * curved}
         return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
 

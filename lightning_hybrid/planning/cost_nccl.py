@@ -24,7 +24,7 @@ from typing import Literal, get_args
 from lightning_hybrid.checks import require_number, require_share, require_whole
 from lightning_hybrid.planning import nccl_tables as tables
 from lightning_hybrid.planning.cost import Cost, Link
-from lightning_hybrid.planning.nccl_tables import US, Fabric, Generation, Job, Plugin
+from lightning_hybrid.planning.nccl_tables import US, Fabric, Generation, NcclJob, Plugin
 
 NcclAlgorithm = Literal["ring", "tree", "nvls", "nvls_tree"]
 Protocol = Literal["ll", "ll128", "simple"]
@@ -137,7 +137,7 @@ class Nccl:
         if num_nodes * ranks_per_node == 1:
             return Cost()
         channels = self.channels or (num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node))
-        job = Job(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
+        job = NcclJob(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
         found: list[tuple[NcclAlgorithm, int]] = [
             (kind, place)
             for kind in ([algorithm] if algorithm else self.available)
@@ -148,7 +148,7 @@ class Nccl:
         chosen = planned or min(found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s)
         return self._cost(chosen[0], chosen[1], job, expected=False)
 
-    def _choice_of_plugin(self, job: Job) -> tuple[NcclAlgorithm, int] | None:
+    def _choice_of_plugin(self, job: NcclJob) -> tuple[NcclAlgorithm, int] | None:
         if self.plugin is None or job.ranks_per_node != 8 or job.num_nodes == 1:
             return None
         ll_bytes, until = tables.PLUGIN_TREES[self.plugin]
@@ -164,7 +164,7 @@ class Nccl:
         gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
         found = []
         for place in self._protocols(gathered, "ring", num_nodes):
-            ring = self._cost("ring", place, Job(gathered, num_nodes, 1, across, across, 1), expected=False)
+            ring = self._cost("ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False)
             start_s = self.launch_s + tables.BASE_S["ring"][place]
             hops_s = (ring.latency_s - start_s) / 2
             found.append(Cost(latency_s=start_s + hops_s, transfer_s=ring.transfer_s / 2))
@@ -208,7 +208,7 @@ class Nccl:
     def _is_before(self, generation: Generation) -> bool:
         return tables.GENERATIONS.index(self.generation) < tables.GENERATIONS.index(generation)
 
-    def _cost(self, kind: NcclAlgorithm, place: int, job: Job, *, expected: bool) -> Cost:
+    def _cost(self, kind: NcclAlgorithm, place: int, job: NcclJob, *, expected: bool) -> Cost:
         # As NCCL expects it, or as it is: pipelines that fill in place of NCCL's correction of trees.
         latency_s = self.launch_s + self._latency_s(kind, place, job)
         if kind == "nvls" or (kind == "nvls_tree" and job.num_nodes == 1):
@@ -222,7 +222,7 @@ class Nccl:
             latency_s += self._filling_s(kind, place, job)
         return Cost(latency_s=latency_s, transfer_s=2 * share * job.num_bytes / rate)
 
-    def _bus_bytes_per_s(self, kind: NcclAlgorithm, place: int, job: Job) -> float:
+    def _bus_bytes_per_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
         # Between two nodes a tree sends every byte once, and rings twice.
         is_between, is_two = job.num_nodes > 1, job.num_nodes == 2 and kind != "ring"
         link = job.across.bytes_per_s * (1 + is_two) if is_between else job.inside.bytes_per_s
@@ -245,7 +245,7 @@ class Nccl:
             rate = min(rate, job.channels * ll128.get(self.generation, tables.LL128_BEFORE_HOPPER)[job.column])
         return rate
 
-    def _latency_s(self, kind: NcclAlgorithm, place: int, job: Job) -> float:
+    def _latency_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
         between_s = max(self._hop_s(kind, place), job.across.latency_s)
         if kind.startswith("nvls"):
             return tables.NVLS_HOP_S + 2 * job.rounds * between_s
@@ -268,7 +268,7 @@ class Nccl:
             own_s += more_s + (tables.EFA_SIMPLE_S if place == 2 else 0)
         return max(own_s, TCP_HOP_S) if self.fabric in ("tcp", "tcpxo") else own_s
 
-    def _filling_s(self, kind: NcclAlgorithm, place: int, job: Job) -> float:
+    def _filling_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
         if kind == "nvls_tree":
             heads = min(32, job.ranks_per_node)
             first = tables.nvls_tree_round_bytes(

@@ -66,7 +66,7 @@ PLUGIN_TREES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class NcclJob:
     """One all-reduce: what is summed, where, and NCCL's channels of it; `across` has the payload's rate of a node."""
 
     num_bytes: float
