@@ -1,0 +1,227 @@
+"""Eight self-supervised methods with lightly's heads and losses, wired as in its examples, on a small network.
+
+Digits in two to four views; what an image's views are depends on its number alone. See lightly's
+`examples/pytorch_lightning_distributed`: losses over all ranks where it has them so, its optimizers and rates.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from time import process_time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightly import loss as losses
+from lightly.models.modules import heads
+from lightly.models.utils import deactivate_requires_grad, update_momentum
+from lightly.utils.lars import LARS as TheirLARS
+from lightly.utils.scheduler import cosine_schedule
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid.optim import LARS
+from tests.rank_pool import Ranks
+from tests.scenes import Seen, at, fit
+
+NUM_STEPS = 24  # of two epochs
+WIDTH = 32
+
+
+def loader(num_small: int = 0) -> DataLoader:
+    """Batches of 32: two views of 8 x 8 pixels, and some of 6 x 6."""
+    images = torch.from_numpy(load_digits().images).float()[: 64 * NUM_STEPS // 2, None] / 16
+    generator = torch.Generator().manual_seed(0)
+    views = []
+    for view in range(2 + num_small):
+        moved = torch.roll(images, (view % 2, -(view // 2)), (2, 3))
+        views.append(moved + 0.2 * torch.randn(moved.shape, generator=generator))
+    views[2:] = [view[:, :, 1:7, 1:7] for view in views[2:]]
+    return DataLoader(TensorDataset(*views), batch_size=32)
+
+
+class Method(pl.LightningModule):
+    """A method. `shaken`: weights changed by 1e-3 of each, in the way of this seed; 0: not."""
+
+    num_small_views = 0
+
+    def __init__(self, shaken: int = 0, lars: str = "") -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.lars = lars
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.backbone = nn.Sequential(
+                *(nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+                *(nn.Conv2d(16, WIDTH, 3, 2, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()),
+                *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            )
+            self.build()
+            torch.manual_seed(shaken)
+            for each in self.parameters():
+                each.data *= 1 + (1e-3 if shaken else 0.0) * torch.randn_like(each)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.backbone(x))
+
+    def training_step(self, views: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(views)
+        self.losses.append(loss.item())
+        return loss
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        return self.criterion(*map(self, views))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        common = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-6}
+        match self.lars:
+            case "lightly's":
+                return TheirLARS(self.parameters(), **common)
+            case "ours":
+                return LARS(self.parameters(), momentum_form="lr_outside", eps=1e-8, **common)
+        return torch.optim.SGD(self.parameters(), lr=0.06)
+
+    def follows(self, *names: str) -> None:
+        """Make what follows parts by momentum: `x_followed` of each x."""
+        for name in names:
+            setattr(self, f"{name}_followed", copy.deepcopy(getattr(self, name)))
+            deactivate_requires_grad(getattr(self, f"{name}_followed"))
+        self.followed = names
+
+    def follow(self) -> None:
+        momentum = cosine_schedule(self.current_epoch, 10, 0.996, 1)
+        for name in self.followed:
+            update_momentum(getattr(self, name), getattr(self, f"{name}_followed"), m=momentum)
+
+    def target(self, x: Tensor) -> Tensor:
+        return self.head_followed(self.backbone_followed(x)).detach()
+
+
+class SimCLR(Method):
+    def build(self) -> None:
+        self.head = heads.SimCLRProjectionHead(WIDTH, WIDTH, 16)
+        self.criterion = losses.NTXentLoss(gather_distributed=True)
+
+
+class BarlowTwins(Method):
+    def build(self) -> None:
+        self.head = heads.BarlowTwinsProjectionHead(WIDTH, 64, 64)
+        self.criterion = losses.BarlowTwinsLoss(gather_distributed=True)
+
+
+class VICReg(Method):
+    def build(self) -> None:
+        self.head = heads.BarlowTwinsProjectionHead(WIDTH, 64, 64)
+        self.criterion = losses.VICRegLoss(gather_distributed=True)
+
+
+class MoCo(Method):
+    def build(self) -> None:
+        self.head = heads.MoCoProjectionHead(WIDTH, WIDTH, 16)
+        self.follows("backbone", "head")
+        self.criterion = losses.NTXentLoss(memory_bank_size=(256, 16))
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        self.follow()
+        return self.criterion(self(views[0]), self.target(views[1]))
+
+
+class BYOL(Method):
+    def build(self) -> None:
+        self.head = heads.BYOLProjectionHead(WIDTH, 64, 16)
+        self.predictor = heads.BYOLPredictionHead(16, 64, 16)
+        self.follows("backbone", "head")
+        self.criterion = losses.NegativeCosineSimilarity()
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        self.follow()
+        predictions = [self.predictor(self(view)) for view in views]
+        targets = [self.target(view) for view in reversed(views)]
+        return 0.5 * sum(map(self.criterion, predictions, targets))
+
+
+class SimSiam(Method):
+    def build(self) -> None:
+        self.head = heads.SimSiamProjectionHead(WIDTH, 64, 32)
+        self.predictor = heads.SimSiamPredictionHead(32, 16, 32)
+        self.criterion = losses.NegativeCosineSimilarity()
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        z0, z1 = map(self, views)
+        return 0.5 * (
+            self.criterion(self.predictor(z0), z1.detach()) + self.criterion(self.predictor(z1), z0.detach())
+        )
+
+
+class DINO(Method):
+    num_small_views = 2
+
+    def build(self) -> None:
+        self.head = heads.DINOProjectionHead(WIDTH, 64, 16, 128, freeze_last_layer=1)
+        self.follows("backbone", "head")
+        self.criterion = losses.DINOLoss(output_dim=128, warmup_teacher_temp_epochs=5)
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        self.follow()
+        return self.criterion([self.target(view) for view in views[:2]], [*map(self, views)], epoch=self.current_epoch)
+
+    def on_after_backward(self) -> None:
+        self.head.cancel_last_layer_gradients(current_epoch=self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class SwAV(Method):
+    num_small_views = 2
+
+    def build(self) -> None:
+        self.head = heads.SwaVProjectionHead(WIDTH, 64, 16)
+        self.prototypes = heads.SwaVPrototypes(16, n_prototypes=32)
+        self.criterion = losses.SwaVLoss(sinkhorn_gather_distributed=True)
+
+    def loss(self, views: list[Tensor]) -> Tensor:
+        self.prototypes.normalize()
+        found = [self.prototypes(nn.functional.normalize(self(view), dim=1)) for view in views]
+        return self.criterion(found[:2], found[2:])
+
+    configure_optimizers = DINO.configure_optimizers
+
+
+METHODS = {kind.__name__: kind for kind in (SimCLR, BYOL, BarlowTwins, VICReg, DINO, MoCo, SwAV, SimSiam)}
+
+
+def trained(ranks: Ranks, name: str, *, shaken: int = 0, lars: str = "", **scene: Any) -> Seen:
+    """What a method has learnt in 24 steps on both ranks, on one; `looks` has the processor time."""
+    kind = METHODS[name]
+    clock = at(on_train_start=process_seconds, on_train_end=process_seconds)
+    options = {"max_epochs": 2, "callbacks": [clock], "timeout_s": 300.0, **scene}
+    seen, other = fit(ranks, partial(kind, shaken, lars), train=partial(loader, kind.num_small_views), **options)
+    assert all(torch.equal(value, other.parameters[key]) for key, value in seen.parameters.items() if "bank" not in key)
+    return seen
+
+
+def process_seconds(*_: Any) -> float:
+    return process_time()
+
+
+def runs_of(ranks: Ranks, name: str) -> dict[str, Seen]:
+    """All runs of a method that are compared."""
+    runs = {"ddp": trained(ranks, name, strategy="ddp"), "hybrid": trained(ranks, name)}
+    for seed in (1, 2):
+        runs[f"shaken_{seed}"] = trained(ranks, name, shaken=seed, strategy="ddp")
+    runs["dynamic"] = trained(ranks, name, precision="16-true")
+    # From its first step on at the scale that this run found: as many steps as the others.
+    runs["fixed"] = trained(ranks, name, precision="16-true", loss_scale=runs["dynamic"].loss_scale)
+    return runs
+
+
+def distance(one: Seen, runs: dict[str, Seen], name: str) -> float:
+    """How far apart the ends of a run and of `ddp` are, as a part of the way that `ddp` went."""
+    start = dict(METHODS[name]().named_parameters())
+    ends = {key: runs["ddp"].weights[key] for key, value in start.items() if value.requires_grad}
+    apart = sum((one.weights[key].float() - end).square().sum() for key, end in ends.items())
+    way = sum((start[key].detach() - end).square().sum() for key, end in ends.items())
+    return float((apart / way).sqrt())

@@ -1,0 +1,44 @@
+"""lightly's methods in Lightning, unchanged, under this strategy."""
+
+import pytest
+import torch
+
+from tests.scenes import same
+
+pytest.importorskip("lightly")
+pytest.importorskip("torchvision")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")]
+
+from tests.projects.methods import METHODS, NUM_STEPS, distance, runs_of, trained  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request, rank_pool):
+    return request.param, runs_of(rank_pool.ranks(2), request.param)
+
+
+def test_in_fp32_a_method_has_the_bits_of_ddp(method):
+    _, runs = method
+    assert same(runs["hybrid"].weights, runs["ddp"].weights)
+    assert runs["hybrid"].losses == runs["ddp"].losses
+    assert len(runs["ddp"].losses) == NUM_STEPS
+
+
+def test_in_fp16_a_method_ends_within_the_band_of_weights_changed_by_a_thousandth(method):
+    """fp16 rounds weights by 2^-11 of each, in every step; two draws say little of a chaotic distance, hence twice."""
+    name, runs = method
+    band = max(distance(runs[f"shaken_{seed}"], runs, name) for seed in (1, 2))
+    assert runs["fixed"].num_skipped == 0
+    assert distance(runs["fixed"], runs, name) <= 2 * band
+
+
+def test_a_method_loses_at_most_one_step_to_the_first_loss_scale(method):
+    _, runs = method
+    assert runs["dynamic"].num_skipped <= 1
+
+
+def test_lightlys_lars_and_ours_end_at_the_same_weights(two_ranks):
+    """Norms are summed in another order: roundings of 6e-8, in 24 steps."""
+    theirs, ours = (trained(two_ranks, "SimCLR", lars=whose, strategy="ddp") for whose in ("lightly's", "ours"))
+    for key, end in theirs.parameters.items():
+        assert torch.linalg.vector_norm(ours.weights[key] - end) <= 1e-6 * torch.linalg.vector_norm(end), key
