@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -118,7 +119,16 @@ class SimCLR(Classifier):
             if sum(map(len, next(zip(*found, strict=True)))) >= num_images:
                 break
         h, labels = (torch.cat(parts)[:num_images] for parts in zip(*found, strict=True))
-        return self.all_gather(h).flatten(end_dim=-2), self.all_gather(labels).flatten()
+        return of_all_ranks(h), of_all_ranks(labels)
+
+
+def of_all_ranks(rows: Tensor) -> Tensor:
+    """Return the rows of all ranks, of which each has as many. Collective."""
+    if not dist.is_initialized():
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
 
 
 def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool) -> Tensor:
@@ -137,7 +147,8 @@ def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool)
     affine[:, 0, 0] = side * uniform().sign() if flip else side
     affine[:, 1, 1] = side
     affine[:, :, 2] = (1 - side)[:, None] * uniform(2)
-    parts = F.grid_sample(images.float(), F.affine_grid(affine, list(images.shape), align_corners=False))
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    parts = F.grid_sample(images.float(), grid, align_corners=False)
     channels = images.shape[1]
     gain, level = (jitter * uniform(channels, 1, 1) for _ in range(2))
     return (parts * (1 + gain) + level).to(images.dtype)
