@@ -46,6 +46,7 @@ class Method(pl.LightningModule):
     """A method. `shaken`: weights changed by 1e-3 of each, in the way of this seed; 0: not."""
 
     num_small_views = 0
+    casts = False  # what goes into the loss to fp32: its arithmetic overflows in fp16
 
     def __init__(self, shaken: int = 0, lars: str = "") -> None:
         super().__init__()
@@ -64,7 +65,8 @@ class Method(pl.LightningModule):
                 each.data *= 1 + (1e-3 if shaken else 0.0) * torch.randn_like(each)
 
     def forward(self, x: Tensor) -> Any:
-        return self.head(self.backbone(x))
+        z = self.head(self.backbone(x))
+        return z.float() if self.casts else z
 
     def training_step(self, views: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(views)
@@ -83,12 +85,12 @@ class Method(pl.LightningModule):
                 return LARS(self.parameters(), momentum_form="lr_outside", eps=1e-8, **common)
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
-    def follows(self, *names: str) -> None:
-        """Make what follows parts by momentum: `x_followed` of each x."""
-        for name in names:
-            setattr(self, f"{name}_followed", copy.deepcopy(getattr(self, name)))
-            deactivate_requires_grad(getattr(self, f"{name}_followed"))
-        self.followed = names
+    def follows(self, *names: str, **parts: nn.Module) -> None:
+        """Make what follows parts by momentum, as copies or as given: `x_followed` of each x."""
+        for name, part in ({each: copy.deepcopy(getattr(self, each)) for each in names} | parts).items():
+            setattr(self, f"{name}_followed", part)
+            deactivate_requires_grad(part)
+        self.followed = (*names, *parts)
 
     def follow(self) -> None:
         momentum = cosine_schedule(self.current_epoch, 10, 0.996, 1)
@@ -112,6 +114,8 @@ class BarlowTwins(Method):
 
 
 class VICReg(Method):
+    casts = True  # 25 times the variance's gradient, times the loss scale
+
     def build(self) -> None:
         self.head = heads.BarlowTwinsProjectionHead(WIDTH, 64, 64)
         self.criterion = losses.VICRegLoss(gather_distributed=True)
@@ -160,7 +164,7 @@ class DINO(Method):
 
     def build(self) -> None:
         self.head = heads.DINOProjectionHead(WIDTH, 64, 16, 128, freeze_last_layer=1)
-        self.follows("backbone", "head")
+        self.follows("backbone", head=heads.DINOProjectionHead(WIDTH, 64, 16, 128))  # weight_norm refuses a copy
         self.criterion = losses.DINOLoss(output_dim=128, warmup_teacher_temp_epochs=5)
 
     def loss(self, views: list[Tensor]) -> Tensor:
@@ -176,6 +180,7 @@ class DINO(Method):
 
 class SwAV(Method):
     num_small_views = 2
+    casts = True  # exp(1 / 0.05)
 
     def build(self) -> None:
         self.head = heads.SwaVProjectionHead(WIDTH, 64, 16)
@@ -184,7 +189,7 @@ class SwAV(Method):
 
     def loss(self, views: list[Tensor]) -> Tensor:
         self.prototypes.normalize()
-        found = [self.prototypes(nn.functional.normalize(self(view), dim=1)) for view in views]
+        found = [self.prototypes(nn.functional.normalize(self(view), dim=1)).float() for view in views]
         return self.criterion(found[:2], found[2:])
 
     configure_optimizers = DINO.configure_optimizers

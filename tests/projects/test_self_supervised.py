@@ -7,7 +7,11 @@ from tests.scenes import same
 
 pytest.importorskip("lightly")
 pytest.importorskip("torchvision")
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")]
+pytestmark = [  # of theirs
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.* is deprecated"),
+]
 
 from tests.projects.methods import METHODS, NUM_STEPS, distance, runs_of, trained  # noqa: E402
 
