@@ -154,9 +154,7 @@ class SimSiam(Method):
 
     def loss(self, views: list[Tensor]) -> Tensor:
         z0, z1 = map(self, views)
-        return 0.5 * (
-            self.criterion(self.predictor(z0), z1.detach()) + self.criterion(self.predictor(z1), z0.detach())
-        )
+        return 0.5 * (self.criterion(self.predictor(z0), z1.detach()) + self.criterion(self.predictor(z1), z0.detach()))
 
 
 class DINO(Method):

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning_hybrid.optim import LARS
 
 pytest.importorskip("torchvision")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Grad strides do not match")]  # of depthwise kernels
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)

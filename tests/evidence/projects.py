@@ -1,4 +1,4 @@
-"""The table of methods: `python -m tests.projects [rows.csv]`, in an environment with the extra `projects`."""
+"""The table of methods: `python -m tests.evidence.projects [rows.csv]`, in an environment with the extra `projects`."""
 
 from __future__ import annotations
 
