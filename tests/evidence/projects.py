@@ -1,16 +1,25 @@
-"""The table of methods: `python -m tests.evidence.projects [rows.csv]`, in an environment with the extra `projects`."""
+"""Tables beside other people's projects, in an environment with the extra `projects`.
+
+python -m tests.evidence.projects methods rows.csv     lightly's eight methods, on two ranks
+python -m tests.evidence.projects updates rows.csv     its LARS and ours on the tensors of ResNet-50
+"""
 
 from __future__ import annotations
 
 import csv
 import sys
 from statistics import median
+from time import process_time
+from typing import Any
 
 import torch
 
-from tests.projects.methods import METHODS, NUM_STEPS, distance, runs_of, trained
-from tests.rank_pool import RankPool, Ranks
+from lightning_hybrid.optim import LARS
+from tests.projects.methods import METHODS, TheirLARS, distance, runs_of, trained
+from tests.rank_pool import RankPool
 from tests.scenes import Seen, same
+
+Row = dict[str, Any]
 
 
 def seconds(seen: Seen) -> float:
@@ -19,9 +28,10 @@ def seconds(seen: Seen) -> float:
     return ended - began
 
 
-def rows(ranks: Ranks) -> list[dict[str, object]]:
+def methods() -> list[Row]:
+    pool = RankPool(num_ranks=2)
+    ranks, found = pool.ranks(2), []
     trained(ranks, "SimCLR", strategy="ddp")  # what is imported late
-    found: list[dict[str, object]] = []
     for name in METHODS:
         runs = runs_of(ranks, name)
         row = {
@@ -37,21 +47,39 @@ def rows(ranks: Ranks) -> list[dict[str, object]]:
             "fp16_s": median(seconds(runs[key]) for key in ("fixed", "dynamic")),
         }
         found.append(row)
-        print(row, flush=True)
-    for whose in ("lightly's", "ours") * 3:
-        seen = trained(ranks, "SimCLR", lars=whose, strategy="ddp")
-        found.append({"method": f"SimCLR, {whose} LARS", "ddp_s": seconds(seen)})
-        print(found[-1], flush=True)
+    pool.close()
+    return found
+
+
+def updates(num_rounds: int = 7, num_steps: int = 3) -> list[Row]:
+    """Processor seconds of an update of 25.6 million parameters, the three in turns."""
+    from torchvision.models import resnet50
+
+    weights = list(resnet50().parameters())
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    common = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-6}
+    as_theirs = {"momentum_form": "lr_outside", "eps": 1e-8}
+    optimizers = {
+        "lightly's": TheirLARS(weights, **common),
+        "ours": LARS(weights, **common, **as_theirs),
+        "ours, fused": LARS(weights, **common, **as_theirs, fused=True),
+    }
+    for each in optimizers.values():
+        each.step()  # makes its state
+    found = []
+    for _ in range(num_rounds):
+        for whose, each in optimizers.items():
+            began = process_time()
+            for _ in range(num_steps):
+                each.step()
+            found.append({"whose": whose, "seconds": (process_time() - began) / num_steps})
     return found
 
 
 if __name__ == "__main__":
-    pool = RankPool(num_ranks=2)
-    table = rows(pool.ranks(2))
-    pool.close()
-    print(f"torch {torch.__version__}, {NUM_STEPS} steps of two ranks, processor seconds of rank zero")
-    if path := dict(enumerate(sys.argv)).get(1):
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
+    table = {"methods": methods, "updates": updates}[sys.argv[1]]()
+    with open(sys.argv[2], "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)

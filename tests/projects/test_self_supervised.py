@@ -29,11 +29,11 @@ def test_in_fp32_a_method_has_the_bits_of_ddp(method):
 
 
 def test_in_fp16_a_method_ends_within_the_band_of_weights_changed_by_a_thousandth(method):
-    """fp16 rounds weights by 2^-11 of each, in every step; two draws say little of a chaotic distance, hence twice."""
+    """fp16 rounds weights by 2^-11 of each, in every step; two draws say little of a chaotic distance, hence 1.5."""
     name, runs = method
     band = max(distance(runs[f"shaken_{seed}"], runs, name) for seed in (1, 2))
     assert runs["fixed"].num_skipped == 0
-    assert distance(runs["fixed"], runs, name) <= 2 * band
+    assert distance(runs["fixed"], runs, name) <= 1.5 * band
 
 
 def test_a_method_loses_at_most_one_step_to_the_first_loss_scale(method):
