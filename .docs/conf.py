@@ -11,6 +11,7 @@ author = "The lightning-hybrid authors"
 version = release = lightning_hybrid.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 html_theme = "furo"
+html_static_path = html_css_files = ["style.css"]
 html_title = "lightning-hybrid"
 html_copy_source = False
 default_role = "code"

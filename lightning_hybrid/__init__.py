@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lightning_hybrid.flavours.lightning_pytorch import (
         DurableCheckpointIO,
         HybridAllReduceStrategy,
-        HybridPipelineStrategy,
         MasterWeightPrecision,
     )
+    from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
     from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
@@ -43,6 +43,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _PLACES = {
+    "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
     **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
     **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),

@@ -1,4 +1,4 @@
-"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see records/search/README.md."""
+"""Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see hyperparams/README.md."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -56,8 +56,7 @@ def main(cfg: DictConfig) -> float | None:
     with pool:
         run = TrialRunner(pool, log, mode=mode, stopping=stopping, tell=say)
         is_complete = backend.search(axes, run, mode)
-    title = f"{type(backend).__name__}: {' '.join(config['trial'])}"
-    search_report.write_search(folder, run.rounds, axes, objective=objective, mode=mode, title=title)
+    search_report.write_search(folder, run.rounds, axes, objective=objective, mode=mode)
     print(
         f"\n{search_report.markdown(run.rounds, axes, objective=objective, mode=mode)}\n\nwritten to {folder.resolve()}"
     )

@@ -25,6 +25,7 @@ def main(cfg: DictConfig) -> float:
         rank_zero_info(f"run directory: {cfg.run_dir}")
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.test(module, data, verbose=False)
+        tracking.send_report(trainer, cfg.run_dir)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunReport) and trainer.is_global_zero:
                 print(callback.table(trainer), flush=True)

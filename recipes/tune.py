@@ -10,11 +10,11 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurements, measure
-from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from recipes.cli import launch
 from recipes.cli.results import config_and_folder
 from recipes.planning import tune_report, tune_setup
+from recipes.planning.calibration.microbenchmarks import Measurements, measure
+from recipes.planning.calibration.overhead_fit import MeasuredSetup
 
 launch.register_resolvers()
 

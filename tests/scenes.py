@@ -47,7 +47,7 @@ class Columns:
 class Seen(Columns):
     """What a fit left, and what was seen of it, on one rank."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # none of a pipeline that failed
     losses: list[float]  # of a `Toy`
     states: list[dict[int, dict[str, Any]]]  # of each optimizer, by number of the parameter
     global_step: int
@@ -94,7 +94,7 @@ def fit(
 def play(scene: dict[str, Any]) -> Seen:
     """The fit of a scene, on this rank."""
     defaults = {"train": toy.loader, "val": None, "callbacks": [], "kind": HybridAllReduceStrategy, "save_to": None}
-    scene = {**defaults, "logger": Keeps(), **scene}
+    scene = {**defaults, "raises": False, "warns": False, "logger": Keeps(), **scene}
     module, train, val = (made(scene.pop(name)) for name in ("module", "train", "val"))
     raises, warns, save_to, kind = (scene.pop(name) for name in ("raises", "warns", "save_to", "kind"))
     call, ckpt_path = scene.pop("call", "fit"), scene.pop("ckpt_path", None)
@@ -120,9 +120,9 @@ def play(scene: dict[str, Any]) -> Seen:
             error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])
         if save_to is not None:
             trainer.save_checkpoint(save_to)
-    scale = getattr(trainer.precision_plugin, "loss_scale", None)
+    scale, is_in_stages = getattr(trainer.precision_plugin, "loss_scale", None), hasattr(trainer.strategy, "num_stages")
     return Seen(
-        weights=toy.weights(module),
+        weights={} if error and is_in_stages else toy.weights(module),
         losses=list(getattr(module, "losses", [])),
         states=last.states,
         global_step=trainer.global_step,

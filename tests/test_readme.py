@@ -1,18 +1,22 @@
-"""READMEs: links, anchors and files that are there, Python that compiles, and user code of the first page that trains.
+"""Pages: links, anchors and files that are there, Python that compiles, and user code that trains as it stands.
 
 Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests import toy
 from tests.checkout import ROOT, tracked_files
@@ -114,3 +118,36 @@ def test_user_code_of_the_first_page_trains_on_two_ranks(strategy, two_ranks):
     assert (num_steps, num_ranks) == (1, 2)
     assert set(moved) == set(after)
     assert toy.same_bits(after, other[0])
+
+
+def train_two_steps(source, folder):
+    """What the page's code gets: `Classifier` and `loader` of the first page, two ranks of a CPU, two steps."""
+    seen = []
+
+    class TwoSteps(pl.Trainer):
+        def __init__(self, **settings):
+            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+            super().__init__(**settings | quiet | {"accelerator": "cpu", "devices": 2, "num_nodes": 1}, max_steps=2)
+
+        def fit(self, module, *data, **more):
+            super().fit(module, *data, **more)
+            seen.append((toy.weights(module), self.global_step))
+
+    given = {"__name__": "page"}
+    exec(compile(python_blocks(ROOT / "README.md")[0], "README.md", "exec"), given)
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
+    given["loader"] = DataLoader(data, batch_size=64)
+    with mock.patch.object(pl, "Trainer", TwoSteps), contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found . module.s. in eval mode")  # the page says so
+        exec(compile(source, "page", "exec"), given)
+    return seen
+
+
+@pytest.mark.parametrize("page", tracked_files(".docs/*.md"), ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_path):
+    blocks = python_blocks(page)
+    if blocks:
+        one, other = two_ranks.run(train_two_steps, "\n".join(blocks), str(tmp_path))
+        assert all(toy.same_bits(ours, theirs) for (ours, _), (theirs, _) in zip(one, other, strict=True))
+        assert [num_steps for _, num_steps in one] == [2] * ("tutorials" in str(page))

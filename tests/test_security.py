@@ -32,8 +32,8 @@ def dotted(node: ast.expr) -> str:
     return ".".join([*([node.id] if isinstance(node, ast.Name) else ["?"]), *reversed(parts)])
 
 
-def is_true(call: ast.Call, name: str) -> bool:
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+def gives(call: ast.Call, name: str, value: bool) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
 
 
 def passes_on(call: ast.Call, name: str) -> bool:
@@ -41,25 +41,15 @@ def passes_on(call: ast.Call, name: str) -> bool:
     return any(k.arg == name and isinstance(k.value, ast.Name) and k.value.id == name for k in call.keywords)
 
 
-def is_false(call: ast.Call, name: str) -> bool:
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is False for k in call.keywords)
-
-
-def unsafe_defaults(function: ast.FunctionDef) -> list[ast.expr]:
-    """Defaults of an argument `weights_only` that are not True or None (Lightning's, which leaves it to torch)."""
+def has_unsafe_default(function: ast.FunctionDef) -> bool:
+    """Whether an argument `weights_only` is by default not True or None (Lightning's, which leaves it to torch)."""
     given = function.args
-    places = given.posonlyargs + given.args
-    pairs = [
-        *zip(places[::-1], given.defaults[::-1], strict=False),
-        *zip(given.kwonlyargs, given.kw_defaults, strict=True),
-    ]
-    return [
-        default
-        for argument, default in pairs
-        if argument.arg == "weights_only"
-        and default is not None
-        and not (isinstance(default, ast.Constant) and default.value in (True, None))
-    ]
+    places = [*(given.posonlyargs + given.args)[::-1], *given.kwonlyargs]
+    num_without = len(given.posonlyargs + given.args) - len(given.defaults)
+    defaults = [*given.defaults[::-1], *[None] * num_without, *given.kw_defaults]
+    by_name = {place.arg: default for place, default in zip(places, defaults, strict=True)}
+    default = by_name.get("weights_only")
+    return default is not None and not (isinstance(default, ast.Constant) and default.value in (True, None))
 
 
 def faults_of(source: str) -> list[str]:
@@ -77,14 +67,14 @@ def faults_of(source: str) -> list[str]:
             if name.split(".")[0] in UNSAFE_MODULES or name in ("os.system", "time.time", "yaml.load"):
                 found.append(f"{node.lineno}: {name}")
         if isinstance(node, ast.FunctionDef):
-            found += [f"{node.lineno}: {node.name}, weights_only" for _ in unsafe_defaults(node)]
+            found += [f"{node.lineno}: {node.name}, weights_only"] * has_unsafe_default(node)
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
         wrong = (
             name in ("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "time.time")
-            or (name == "torch.load" and not (is_true(node, "weights_only") or passes_on(node, "weights_only")))
-            or (name in ("np.load", "numpy.load") and not is_false(node, "allow_pickle"))
+            or (name == "torch.load" and not (gives(node, "weights_only", True) or passes_on(node, "weights_only")))
+            or (name in ("np.load", "numpy.load") and not gives(node, "allow_pickle", False))
             or any(keyword.arg == "shell" for keyword in node.keywords)
             or name.endswith(("datetime.now", "datetime.utcnow"))
         )
@@ -106,9 +96,6 @@ def test_the_walk_sees_what_it_should():
     wrong += ["time.time()", "datetime.datetime.now()"]
     assert not [source for source in wrong if not faults_of(source)]
     assert not faults_of("torch.load(path, weights_only=True); np.load(path, allow_pickle=False); model.eval()")
-
-
-# ---- the cache of C++ libraries --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -168,8 +155,6 @@ def test_what_another_user_owns_is_not_loaded(answers, monkeypatch, whose):
     with pytest.warns(UserWarning, match="must be yours") if whose == "folder" else nullcontext():
         assert answer() == 1
 
-
-# ---- the tracker's key -----------------------------------------------------------------------------------------------
 
 KEY = "feedc0ffee" * 5
 

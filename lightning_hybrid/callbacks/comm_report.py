@@ -1,16 +1,11 @@
-"""A run's communication in numbers: for loggers, for `summary.json`, as one line of text and as a picture."""
+"""A run's communication in numbers: for loggers, for `summary.json` and as one line of text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
-
-# Buckets in the picture; where there are more, those that were exposed longest.
-MOST_BARS = 40
 
 
 def byte_metrics(comm: CommSummary) -> dict[str, float]:
@@ -123,33 +118,6 @@ def describe(
         of_link = "" if link_bytes_per_s is None else f" = {100 * achieved / link_bytes_per_s:.3g} % of the link"
         parts.append(f"{achieved / 1e6:.3g} MB/s{of_link}")
     return ", ".join(parts)
-
-
-def draw_buckets(axes: Axes, comm: CommSummary | None) -> None:
-    """Draw the exposed time of each bucket in front of its time in flight: means over the run, in milliseconds."""
-    axes.set_title("buckets: time in flight, and exposed")
-    # DDP makes its buckets again after its first step: those of the first step alone are left out.
-    most_times = max((bucket.num_times for bucket in (() if comm is None else comm.buckets)), default=0)
-    timed = [
-        (bucket, 1e3 * bucket.exposed_s / bucket.num_times, 1e3 * bucket.in_flight_s / bucket.num_times)
-        for bucket in (() if comm is None else comm.buckets)
-        if 10 * bucket.num_times > most_times and bucket.exposed_s is not None and bucket.in_flight_s is not None
-    ]
-    if not timed:
-        axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes)
-        return
-    if len(timed) > MOST_BARS:  # the longest are chosen, and drawn in the order of the buckets
-        longest = sorted(timed, key=lambda each: -each[1])[:MOST_BARS]
-        timed = [each for each in timed if each in longest]
-        axes.set_title(f"buckets: time in flight, and exposed (the {MOST_BARS} longest exposed)")
-    places = range(len(timed))
-    axes.bar(places, [in_flight_ms for _, _, in_flight_ms in timed], color="0.85", label="in flight")
-    axes.bar(places, [exposed_ms for _, exposed_ms, _ in timed], width=0.5, label="exposed")
-    labels = [f"{bucket.index}: {bucket.num_bytes / 2**20:.2g} MiB" for bucket, _, _ in timed]
-    axes.set_xticks(list(places), labels, rotation=90 if len(timed) > 6 else 0, fontsize=7)
-    axes.set_xlabel("bucket, and its bytes")
-    axes.set_ylabel("ms")
-    axes.legend()
 
 
 def _mean(total: float | None, num: int) -> float | None:

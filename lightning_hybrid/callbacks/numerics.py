@@ -94,10 +94,9 @@ class NumericsMonitor(Callback):
     ) -> None:
         """Remember the batch while it is worked on; where every step is skipped, probe its layers."""
         self._batch = (batch, batch_idx)
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        will_be_logged = every > 0 and (trainer.global_step + 1) % every == 0
         # The count of skipped steps is on the device: it is read only where that makes the host wait for nothing more.
-        if (_reads_are_free(pl_module.device) or will_be_logged) and _num_in_a_row(trainer) >= PROBE_AFTER:
+        is_free = _reads_are_free(pl_module.device) or is_logged_step(trainer, is_next=True)
+        if is_free and _num_in_a_row(trainer) >= PROBE_AFTER:
             self._note_scale(trainer)
             if not self._on_others:
                 # Not of all ranks: while nodes take steps of their own, those of another skip none.

@@ -82,7 +82,7 @@ class RecalibrateBatchNorm(Callback):
             self._recalibrate(trainer, pl_module)
 
     @torch.no_grad()
-    def _recalibrate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
                 "`callbacks=recalibrate_bn` cannot be combined with strategy='hybrid_pipeline': it runs the network "
@@ -110,7 +110,7 @@ class RecalibrateBatchNorm(Callback):
                 f"`callbacks=recalibrate_bn`: {names} keep their statistics, as they are in evaluation mode while the "
                 "module trains."
             )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             # During a validation the module shows the average's values: these statistics are the average's.
             average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
             if average is not None and trainer.state.fn == "fit":
@@ -240,10 +240,10 @@ def _normalizing_by_batch(
             now.copy_(before)
 
 
-def _new_train_loader(trainer: pl.Trainer) -> Any:
+def _new_train_loader(trainer: Any) -> Any:
     """Make a training loader of its own: the one in use keeps its place."""
     given = trainer.fit_loop._data_source
-    source = trainer.datamodule or (given.instance if given.is_defined() else None)  # type: ignore[attr-defined]
+    source = trainer.datamodule or (given.instance if given.is_defined() else None)
     is_module = isinstance(source, pl.LightningModule | pl.LightningDataModule)
     if source is None or (hasattr(source, "state_dict") and not is_module):
         found = "none" if source is None else f"a `{type(source).__name__}`, whose place in the epoch would be lost"

@@ -117,7 +117,8 @@ class StopOnSignal(Callback):
                 signal.signal(number_of_slurm, partial(self._on_signal, trainer, REQUEUE))
         # Lightning broadcasts rank zero's flag before every batch; a maximum over ranks takes its place.
         if trainer.world_size > 1:
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)  # type: ignore[method-assign]
+            loop: Any = trainer.fit_loop.epoch_loop
+            loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -144,7 +145,9 @@ class StopOnSignal(Callback):
         if not isinstance(exception, SIGTERMException) or not asked:
             return
         path = self._folder(trainer) / CHECKPOINT_NAME
-        self._steps_of_loggers = trainer.fit_loop.epoch_loop._batches_that_stepped
+        loop = trainer.fit_loop.epoch_loop
+        # One rank alone stops in the middle of a validation, before Lightning counts the step that it follows.
+        self._steps_of_loggers = loop._batches_that_stepped + (trainer.validating and not loop._should_accumulate())
         _forget_batches_of_a_whole_epoch(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         by = signal.Signals(asked % REQUEUE)

@@ -155,10 +155,10 @@ class TrainingMetrics(Callback):
         return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
 
 
-def is_logged_step(trainer: pl.Trainer) -> bool:
-    """Return whether the step just made is one at which training is logged."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return every > 0 and trainer.global_step % every == 0
+def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
+    """Return whether the step just made, or the next one, is one at which training is logged."""
+    every = trainer.log_every_n_steps
+    return every > 0 and (trainer.global_step + is_next) % every == 0
 
 
 def num_images(batch: Any) -> int:

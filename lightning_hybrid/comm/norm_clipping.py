@@ -20,7 +20,7 @@ def clip_by_norm_over_stages(
     As `torch.nn.utils.clip_grad_norm_` over the whole network, to the bit: every stage has the norm of each parameter
     in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient.
     """
-    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
+    parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = iter(torch._foreach_norm(gradients) if gradients else ())
     both = torch.zeros(2, len(parameters), dtype=torch.float32, device=device)
@@ -45,16 +45,18 @@ def clip_by_norm_over_slices(
     As `torch.nn.utils.clip_grad_norm_` of whole layers, but for the order of additions. Every rank of `group`, which
     shares the layers, must call it. `slices`: parameters by `id`.
     """
-    params = [param for each in optimizer.param_groups for param in each["params"] if param.grad is not None]
-    if not params:
+    by_id = {
+        id(param): param.grad for each in optimizer.param_groups for param in each["params"] if param.grad is not None
+    }
+    if not by_id:
         return
-    gradients = [param.grad for param in params]
-    norms = list(zip(params, torch._foreach_norm(gradients), strict=True))
+    gradients = list(by_id.values())
+    norms = list(zip(by_id, torch._foreach_norm(gradients), strict=True))
     of_slices, of_wholes = (
         torch.stack([torch.zeros_like(norms[0][1]), *some]).double().square().sum()
         for some in (
-            [norm for param, norm in norms if id(param) in slices],
-            [norm for param, norm in norms if id(param) not in slices],
+            [norm for key, norm in norms if key in slices],
+            [norm for key, norm in norms if key not in slices],
         )
     )
     dist.all_reduce(of_slices, group=group)

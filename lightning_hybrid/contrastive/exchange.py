@@ -60,7 +60,7 @@ class Peers:
     def __init__(self) -> None:
         self.of: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         # Of their own: another thread may have sums of gradients under way in the default group, in any order.
-        self._group = None if self.of is None else dist.new_group(group_desc="contrastive")
+        self._group: Any = None if self.of is None else dist.new_group(group_desc="contrastive")
         self.rank, self.size = (0, 1) if self.of is None else (dist.get_rank(), dist.get_world_size())
 
     @property
@@ -72,7 +72,7 @@ class Peers:
         """Refuse other shapes on other ranks. Collective.
 
         Raises:
-            ValueError: On every rank alike.
+            ValueError: On every rank, with the same words.
         """
         own = torch.tensor(sizes, device=device)
         found = [torch.empty_like(own) for _ in range(self.size)]

@@ -42,7 +42,7 @@ class GlobalBatch(nn.Module):
         if chunk < 1:
             raise ValueError(f"`chunk` (={chunk}) must be at least 1: pairs that pass through the network at a time.")
         self.loss, self.chunk = loss, chunk
-        self.loss.couples_the_batch = False  # the batches of one step are one: nothing is lost
+        vars(self.loss)["couples_the_batch"] = False  # the batches of one step are one: nothing is lost
 
     def forward(self, embed: Callable[[Any], Any], batch: Any) -> Tensor:
         """Return the loss of the batch.

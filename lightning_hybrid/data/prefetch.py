@@ -38,7 +38,7 @@ class DevicePrefetcher:
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
-        self._loader = loader
+        self._loader: Any = loader
         self._device = device
         self._on_device: Callable[[Any], Any] | None = getattr(loader, "on_device", None)
         self._compute_dtype = compute_dtype
@@ -58,7 +58,7 @@ class DevicePrefetcher:
         return _Batches(self)
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self._loader)
 
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
         # An error is returned and not raised: it is due after the batch that the consumer has yet to get.
@@ -156,17 +156,17 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
 
     def _snapshot(self) -> dict[str, Any] | None:
         # Not the state when a checkpoint is written: that of the batch fetched ahead, which a resumed run would skip.
-        state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
+        state: dict[str, Any] = self._loader.state_dict()
         return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that the consumer got."""
-        return self._loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+        return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch of `state`."""
         self._state = None
-        self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self._loader.load_state_dict(state)
 
 
 def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:

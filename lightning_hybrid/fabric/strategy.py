@@ -25,8 +25,8 @@ from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged, with_masters
-from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.arguments import refuse_slices, with_masters
+from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
@@ -178,7 +178,7 @@ class FabricHybridAllReduce(_Base):
         if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
             assert half.masters is not None
             half.masters.broadcast_(module, ignored)
-        engine = self._comm.new_engine()
+        engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on

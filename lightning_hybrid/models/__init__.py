@@ -1,7 +1,7 @@
 """What networks are asked here: arithmetic cost, peak speed of a device, BatchNorm under gradient accumulation."""
 
 from lightning_hybrid.checks import moved
-from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum, ghost_batch_size
+from lightning_hybrid.models.batch_norm import correct_momentum_, corrected_momentum
 from lightning_hybrid.models.flops import forward_flops_per_image, training_flops_per_image
 from lightning_hybrid.models.peak_flops import PeakFlops, peak_flops_per_s
 
@@ -10,7 +10,6 @@ __all__ = [
     "correct_momentum_",
     "corrected_momentum",
     "forward_flops_per_image",
-    "ghost_batch_size",
     "peak_flops_per_s",
     "training_flops_per_image",
 ]
@@ -18,5 +17,6 @@ __all__ = [
 __getattr__ = moved(
     __name__,
     dict.fromkeys(("AlexNet", "AlexNetBN", "alexnet"), "recipes.networks.alexnet")
-    | dict.fromkeys(("ResNet", "resnet"), "recipes.networks.resnet"),
+    | dict.fromkeys(("ResNet", "resnet"), "recipes.networks.resnet")
+    | {"ghost_batch_size": "lightning_hybrid.data.batch_size_per_rank"},
 )

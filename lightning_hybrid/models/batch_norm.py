@@ -1,4 +1,4 @@
-"""BatchNorm when a step has several micro-batches: its running statistics, and the batch it normalises over."""
+"""BatchNorm when a step has several micro-batches: how fast its running statistics forget."""
 
 from __future__ import annotations
 
@@ -72,51 +72,3 @@ def correct_momentum_(module: nn.Module, *, accumulate_grad_batches: int) -> int
             layer.momentum = corrected_momentum(layer.momentum, accumulate_grad_batches=accumulate_grad_batches)
             corrected += accumulate_grad_batches > 1
     return corrected
-
-
-def ghost_batch_size(
-    *, global_batch_size: int, world_size: int, accumulate_grad_batches: int = 1, ranks_per_norm: int = 1
-) -> int:
-    """Compute the images that one normalisation takes its mean and variance over ("BN span", "ghost batch").
-
-        ghost = global_batch_size / (world_size * accumulate_grad_batches) * ranks_per_norm
-
-    BatchNorm sees one micro-batch of one rank, however large the step is. MLPerf's reference runs at 65,536 images have
-    128; Hoffer et al. 2017 (arXiv:1705.08741) train large batches better with small ones.
-
-    Args:
-        global_batch_size: Images per optimizer step over all ranks.
-        world_size: Ranks.
-        accumulate_grad_batches: Micro-batches per step.
-        ranks_per_norm: Ranks that share statistics: 1 for BatchNorm; the size of its process group for SyncBatchNorm.
-
-    Raises:
-        ValueError: A number is below 1, the batch does not divide, or the ranks do not.
-
-    >>> ghost_batch_size(global_batch_size=65536, world_size=1024)
-    64
-    >>> ghost_batch_size(global_batch_size=65536, world_size=8, accumulate_grad_batches=32, ranks_per_norm=2)
-    512
-    """
-    sizes = {"global_batch_size": global_batch_size, "world_size": world_size}
-    sizes |= {"accumulate_grad_batches": accumulate_grad_batches, "ranks_per_norm": ranks_per_norm}
-    for name, value in sizes.items():
-        require_whole(name, value, f"it is a count. Set {name}")
-    parts = world_size * accumulate_grad_batches
-    if global_batch_size % parts:
-        below = global_batch_size // parts * parts
-        raise ValueError(
-            f"`global_batch_size` (={global_batch_size}) must be a multiple of `world_size * accumulate_grad_batches` "
-            f"(={world_size} * {accumulate_grad_batches}): {global_batch_size / parts:.2f} images is no micro-batch. "
-            + (
-                f"Nearest that fit: global_batch_size={below} or {below + parts}."
-                if below
-                else f"Nearest that fits: global_batch_size={parts}."
-            )
-        )
-    if world_size % ranks_per_norm:
-        raise ValueError(
-            f"`ranks_per_norm` (={ranks_per_norm}) must divide `world_size` (={world_size}): the last group would "
-            "normalise over fewer images. Give SyncBatchNorm groups of equal size."
-        )
-    return global_batch_size // parts * ranks_per_norm

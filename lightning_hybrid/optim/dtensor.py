@@ -88,11 +88,11 @@ class ShardSums:
         params: The parameters by their local tensors, both as in `local_shards`.
     """
 
-    def __init__(self, params: dict[Tensor, Tensor]) -> None:
+    def __init__(self, params: dict[Tensor, Any]) -> None:
         self._groups: dict[Tensor, list[_Group]] = {}
         for local, param in params.items():
             if is_dtensor(param):
-                mesh = param.device_mesh  # type: ignore[attr-defined]
+                mesh = param.device_mesh
                 sharding = [dim for dim, placement in enumerate(_placements(param)) if not placement.is_replicate()]
                 # The type of device too: the mesh of parameters that are offloaded to the host is the accelerator's.
                 self._groups[local] = [(mesh.get_group(dim), mesh.device_type) for dim in sharding]

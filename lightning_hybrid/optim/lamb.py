@@ -11,7 +11,7 @@ from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.gradients import is_together, lr_of
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
 from lightning_hybrid.optim.sharded_norms import ShardedVector
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
@@ -84,23 +84,9 @@ class LAMB(LayerwiseOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas) if isinstance(betas, Sequence) and not isinstance(betas, str) else betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "trust_clip": trust_clip,
-            "max_grad_norm": max_grad_norm,
-            "excluded_lr_mult": excluded_lr_mult,
-            "trust_ratio": True,
-            "foreach": foreach,
-            "maximize": maximize,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults)
+        if isinstance(betas, Sequence) and not isinstance(betas, str):
+            betas = (*betas,)
+        super().__init__(params, options_of(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -12,7 +12,7 @@ from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks,
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.gradients import decayed_gradients, is_together, lr_of, state_dtype
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
 from lightning_hybrid.optim.orthogonal_step import OrthogonalStep, refuse_part
 from lightning_hybrid.optim.sharded_norms import ShardedVector
 from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
@@ -127,26 +127,7 @@ class LARS(LayerwiseOptimizer, OrthogonalStep):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "momentum_form": momentum_form,
-            "denominator": denominator,
-            "trust_clip": trust_clip,
-            "excluded_lr_mult": excluded_lr_mult,
-            "direction": direction,
-            "trust_ratio": True,
-            "foreach": foreach,
-            "maximize": maximize,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as `LayerwiseOptimizer` does; an excluded one is momentum SGD unless it names a direction."""

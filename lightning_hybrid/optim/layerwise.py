@@ -338,6 +338,12 @@ class LayerwiseOptimizer(Optimizer):
         return [[self.state[param][key] for param in params] for key in keys]
 
 
+def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options among the arguments of a constructor: the defaults of parameter groups."""
+    options = {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+    return options | {"trust_ratio": True}
+
+
 def _batches(
     group: dict[str, Any], copies: Mapping[Tensor, Tensor], parts: Mapping[Tensor, Part]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -110,7 +110,7 @@ class CheckedStage(PipelineStage):
         self._note("in forward", fwd_chunk_id)
         if self.is_first:
             args = (self._input_of(fwd_chunk_id),)
-            self._check(self._given, args[0], f"the input of micro-batch {fwd_chunk_id}")
+            self._given.check(args[0], f"the input of micro-batch {fwd_chunk_id}")
         try:
             with self._draws(fwd_chunk_id):  # activation checkpoints keep the state inside for their second pass
                 output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -120,7 +120,7 @@ class CheckedStage(PipelineStage):
             # torch hides the user's error in one of its own: it stays itself, with the place.
             error.__cause__.add_note(self._place("in forward", fwd_chunk_id))
             raise error.__cause__ from None
-        self._check(self._returned, output, f"the output of stage {self.stage_index}")
+        self._returned.check(output, f"the output of stage {self.stage_index}")
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -166,14 +166,6 @@ class CheckedStage(PipelineStage):
         if not last_backward:
             sum_gradients_(self._setting.pairs)
         return result
-
-    def _check(self, boundary: Boundary, tensor: Any, what: str) -> None:
-        difference = boundary.differs(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        if difference:
-            raise RuntimeError(
-                f"Shape or dtype of {what} (={difference}) must be that of the fake tensors that ran before: the next "
-                "rank would take the message for something else. A block must not choose its shapes by values."
-            )
 
     def _note(self, what: str, microbatch: int, *, is_waiting: bool = False) -> None:
         self._setting.note(self._place(what, microbatch), is_waiting=is_waiting)

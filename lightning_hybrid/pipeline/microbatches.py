@@ -118,7 +118,8 @@ def mapped(batch: Any, change: Callable[[Any], Any], rows: Callable[[Any], Any] 
     if isinstance(batch, Mapping):
         parts = {key: mapped(value, change, rows) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
-            return type(batch)(parts)  # type: ignore[call-arg]
+            kind: Any = type(batch)
+            return kind(parts)
         made = copy.copy(batch)  # a tokenizer's, which has more than its entries
         for key, value in parts.items():
             made[key] = value

@@ -93,20 +93,20 @@ def check_ranks(*, num_stages: int, world_size: int) -> None:
         )
 
 
-def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, callbacks: Sequence[Any] = ()) -> None:
-    """Check what of Lightning a pipeline cannot carry out: how a step is made, precision and callbacks.
+def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: bool = False) -> None:
+    """Check what a pipeline cannot carry out: how a step is made, precision; in the setup callbacks and losses.
 
     Raises:
         MisconfigurationException: names the option.
     """
-    found = {"pipeline": "a pipeline"} | in_precision(precision) | in_callbacks(callbacks)
+    found = {"pipeline": "a pipeline"} | in_precision(precision) | in_callbacks(trainer.callbacks if is_setup else ())
     if (num := trainer.accumulate_grad_batches) != 1:
         found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
-    if losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]:
+    if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
         found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
 
@@ -135,7 +135,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         ValueError: there is no such network, it has no blocks, or parameters are outside it or shared by two blocks.
     """
     try:
-        net = module.get_submodule(of)
+        net: Any = module.get_submodule(of)
     except AttributeError:
         children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
         raise ValueError(
@@ -148,7 +148,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
             "torch.compile out."
         )
     if callable(getattr(net, "pipeline_blocks", None)):
-        blocks = list(net.pipeline_blocks())  # type: ignore[operator]
+        blocks = list(net.pipeline_blocks())
     elif isinstance(net, nn.Sequential) and type(net).forward is nn.Sequential.forward:
         blocks = list(net)
     else:

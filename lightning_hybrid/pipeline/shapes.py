@@ -58,11 +58,18 @@ class Boundary:
             tensor = self.empty(tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def differs(self, tensor: Tensor) -> str:
-        """Say how a tensor differs from this; empty where it does not."""
-        if tuple(tensor.shape) == self.shape and tensor.dtype is self.dtype:
-            return ""
-        return f"{tuple(tensor.shape)} of {tensor.dtype}, where {self.shape} of {self.dtype} was agreed on"
+    def check(self, value: object, what: str) -> None:
+        """Raise `RuntimeError` unless `what` is a tensor of this shape and dtype."""
+        if not isinstance(value, Tensor):
+            found = f"a {type(value).__name__}"
+        elif tuple(value.shape) == self.shape and value.dtype is self.dtype:
+            return
+        else:
+            found = f"{tuple(value.shape)} of {value.dtype}, where {self.shape} of {self.dtype} was agreed on"
+        raise RuntimeError(
+            f"Shape or dtype of {what} (={found}) must be that of the fake tensors that ran before: the next rank "
+            "would take the message for something else. A block must not choose its shapes by values."
+        )
 
 
 def boundary_of(tensor: Tensor) -> Boundary:

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
+from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
 from lightning_hybrid.pipeline.options import (
     Schedule,
@@ -32,7 +33,7 @@ from lightning_hybrid.pipeline.options import (
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
-from lightning_hybrid.pipeline.training_step import NUM_COMPARED, Stages, TrainingStep
+from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.strategy.comm_setup import trained_parameters
@@ -112,7 +113,7 @@ class HybridPipeline(DataRanksMixin):
         assert self._timeout is not None
         assert isinstance(watchdog, PipelineWatchdog)
         if is_fit:
-            refuse_in_pipeline(trainer, module, self.precision_plugin, trainer.callbacks)  # type: ignore[attr-defined]
+            refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
         places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
         compare_stages(
@@ -172,13 +173,12 @@ class HybridPipeline(DataRanksMixin):
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
         here = self._here
-        self._averaged_parameters, _ = trained_parameters(here.module)
+        self._averaged_parameters = trained_parameters(here.module)[0]
         if here.ranks.num_data_ranks > 1:
             replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            here.watchdog.engine = self._comm.engine = self._comm.new_engine(
-                keep_events=self._trace_dir is not None, replicas=replicas, group=self._data_group
-            )
-            here.wrapped = {index: self._wrapped(body, self._comm.engine) for index, body in here.bodies.items()}
+            new = self._comm.new_engine(self.precision_plugin, replicas=replicas, group=self._data_group)
+            here.watchdog.engine = self._comm.engine = new
+            here.wrapped = {index: self._wrapped(body, new) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.pipeline.cut_model import CutModel
-from lightning_hybrid.pipeline.evaluation import forward_through, shared_output
+from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole, put_back
 from lightning_hybrid.pipeline.microbatches import (
     Muting,
-    batch_size_of,
     digest_of,
     forward_replaced,
     input_of_net,
@@ -29,114 +27,12 @@ from lightning_hybrid.pipeline.microbatches import (
     own_copy,
     random_state,
 )
-from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog, waits_of_schedules
-from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
-from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
+from lightning_hybrid.pipeline.shapes import Boundary, boundary_of
 from lightning_hybrid.precision.master_weights import MasterWeights
 
 # Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
 NUM_COMPARED = 4
-
-
-@dataclass(kw_only=True)
-class Stages:
-    """The stages of this rank, and what connects them with those of others."""
-
-    module: Any  # the LightningModule
-    net: nn.Module
-    bodies: Mapping[int, nn.Module]  # `StageBody` by number of stage
-    wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
-    ranks: PipelineRanks
-    groups: PipelineGroups
-    watchdog: PipelineWatchdog
-    device: torch.device
-    num_microbatches: int
-
-    def __post_init__(self) -> None:
-        self._boundaries: dict[Any, list[Boundary]] = {}
-
-    def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
-        """Compare a digest over the pipeline before any message is sent. Collective.
-
-        Raises:
-            ValueError: on every rank, with what each of them has, as `described` says it.
-        """
-        own = torch.tensor([digest])
-        found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
-        self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
-        if len({int(each) for each in found}) > 1:
-            peers, words = self.ranks.pipelines[self.ranks.data_rank], self.told(described())
-            all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
-            raise ValueError(
-                f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
-                "and the last one the labels. Shuffle by a sampler that Lightning may replace, or give each rank the "
-                "sampler, or the part of an IterableDataset, that `trainer.strategy.distributed_sampler_kwargs` asks "
-                "for."
-            )
-
-    def agree_on_batch(self, batch: Any, *, with_values: bool = True) -> None:
-        """Compare shapes and labels of a batch over the pipeline. Collective.
-
-        Raises:
-            ValueError: on every rank, they differ.
-        """
-        digest = digest_of(batch, with_values=with_values)
-        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
-
-    def told(self, own: Any) -> list[Any]:
-        """Return what each rank of the pipeline gives here. Collective."""
-        found: list[Any] = [None] * self.ranks.num_ranks
-        self.watchdog.wait_for(lambda: dist.all_gather_object(found, own, group=self.groups.agree))
-        return found
-
-    def largest(self, found_inf: Tensor) -> Tensor:
-        """Return the largest of all stages' verdicts on overflow; in place. Collective."""
-        self.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe))
-        return found_inf
-
-    def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
-        """Return the input of every stage and the output of the last. Collective where the key is new.
-
-        `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
-        """
-        if key not in self._boundaries:
-            peers, found = self.ranks.pipelines[self.ranks.data_rank], list[Boundary]()
-            for stage in range(-1, self.ranks.num_stages):
-                owner = peers[max(stage, 0) % self.ranks.num_ranks]
-                answer: list[Any] = [None]
-                if owner == self.ranks.rank:
-                    try:
-                        body = self.bodies[max(stage, 0)]
-                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]  # type: ignore[arg-type]
-                    except Exception as error:
-                        answer = [f"{type(error).__name__}: {error}"]
-                dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
-                if isinstance(answer[0], str):
-                    raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
-                found.append(answer[0])
-            self._boundaries[key] = found
-        return self._boundaries[key]
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
-        x = only_tensor(args, kwargs)
-        given = (tuple(x.shape), x.dtype)  # not its layout: the first stage's is taken
-        digest = digest_of(x, with_values=False)
-        self.agree("The input of the network", digest, lambda: "{} of {}".format(*given))
-        # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
-        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
-        parts = x.chunk(num)
-        boundaries = self.boundaries((given, num), lambda: boundary_of(parts[0]))
-        with self.watchdog.in_schedule():
-            return forward_through(
-                self.bodies,
-                parts,
-                boundaries,
-                ranks=self.ranks,
-                group=self.groups.pipe,
-                device=self.device,
-                watchdog=self.watchdog,
-            )
 
 
 class TrainingStep:
@@ -196,15 +92,7 @@ class TrainingStep:
         with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
             output = self._schedules[shapes]()
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
-            output = shared_output(
-                output,
-                stages.num_microbatches,
-                boundaries[-1],
-                ranks=stages.ranks,
-                group=stages.groups.pipe,
-                device=stages.device,
-                watchdog=stages.watchdog,
-            )
+            output = stages.shared_output(output, stages.num_microbatches, boundaries[-1])
         self._parts = ()
         if whole is not None:
             self._compare(whole)

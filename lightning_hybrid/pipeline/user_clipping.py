@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.optimizer_protocol import parameters_of
+
 
 def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Call the module's own `configure_gradient_clipping`, `hook`.
@@ -36,5 +38,5 @@ def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *
 
 
 def _versions(optimizer: Optimizer) -> list[Any]:
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

@@ -48,7 +48,8 @@ class NodeWire:
     @property
     def bits(self) -> Literal[8, 4] | None:
         """Bits of an element in a codec; None for a dtype."""
-        return {"int8": 8, "int4": 4}.get(self.name)  # type: ignore[return-value]
+        found: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
+        return found.get(self.name)
 
     def num_bytes(self, num_bytes: float) -> float:
         """Return the bytes between nodes of so many in a bucket, whose gradients are whole blocks."""

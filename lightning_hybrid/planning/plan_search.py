@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes, plan_for_codec
 from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
@@ -112,15 +113,15 @@ def candidates(
     bits = bits_of(wire) if cluster.num_nodes > 1 else None
     if bits is not None:
         base = plan_for_codec(base, cluster, bits=bits, on_cuda=on_cuda)
-    ask = {"itemsize": itemsize, "on_cuda": on_cuda, "wire": wire}
-    coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)  # type: ignore[arg-type]
+    ask: Any = {"itemsize": itemsize, "on_cuda": on_cuda, "wire": wire}
+    coarse = rank_plans(work, cluster, [base, *_coarse(base)], **ask)
     # Chunks and groups are tried for the best few only: 18 simulations each. On CUDA few buckets are cut.
     refined = [
         replace(candidate.plan, chunk_bytes=chunk, num_parallel_groups=groups)
         for candidate in coarse[:NUM_REFINED]
         for chunk, groups in itertools.product(CHUNKS_BYTES, GROUPS)
     ]
-    found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)  # type: ignore[arg-type]
+    found = rank_plans(work, cluster, [*(c.plan for c in coarse), *([] if on_cuda else refined)], **ask)
     first = chosen(found, on_cuda=on_cuda)
     found = [first, *(candidate for candidate in found if candidate is not first)]
     # `base` was tried first, so that it is in the result itself and not an equal plan in its place.

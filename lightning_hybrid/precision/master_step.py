@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights, copy_to_low_
 from lightning_hybrid.precision.optimizer_protocol import (
+    parameters_of,
     prepare_to_skip_,
     refuse_own_references,
     supports_device_skip,
     temporary_attributes,
 )
-from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag, parameters_of
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 
 
 class MasterStep:

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
-from lightning_hybrid.precision.optimizer_protocol import optimizers_within
+from lightning_hybrid.precision.optimizer_protocol import optimizers_within, parameters_of
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
 
 # Elements compared at once on a CPU: the expected values (2 MiB) then stay in cache, where those of a large layer would
@@ -257,8 +257,7 @@ class MasterWeights:
 
     def of(self, optimizer: Optimizer) -> list[MasterPair]:
         """Return the pairs of the parameters in `optimizer`, in the order of its groups."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [pair for parameter in parameters if (pair := self.pair_of(parameter)) is not None]
+        return [pair for parameter in parameters_of(optimizer) if (pair := self.pair_of(parameter)) is not None]
 
     @contextmanager
     def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:

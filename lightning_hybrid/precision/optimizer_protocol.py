@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_hybrid.lightning_names import is_overridden, misconfiguration
@@ -62,7 +63,7 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
 def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`."""
     # They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
-    trainer = model.trainer
+    trainer: Any = model.trainer
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
     return (
         bool(trainer.gradient_clip_val)
@@ -72,7 +73,7 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
         )
         or any(
             is_overridden(hook, callback, "pytorch.callbacks.Callback")
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            for callback in trainer.callbacks
             for hook in hooks
         )
     )
@@ -96,6 +97,11 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     for one in found:
         found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
     return found
+
+
+def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
+    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
+    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
 class DirectSteps:

@@ -24,6 +24,7 @@ from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     check_optimizer,
     grads_are_observed,
+    parameters_of,
     supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
@@ -31,7 +32,6 @@ from lightning_hybrid.precision.skipped_steps import (
     OptimizerStepState,
     OptimizerStepStates,
     SkipFlag,
-    parameters_of,
     raise_if_stuck,
 )
 from lightning_hybrid.precision.unscaled_grads import MicrobatchMixin, UnscaledGradients
@@ -100,7 +100,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         scale = loss_scale_from("dynamic" if loss_scale is None else loss_scale)
         self.optimizer_steps = OptimizerStepStates(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
-        self._module: nn.Module | None = None
+        self._module: Any = None
         self._device = torch.device("cpu")
         self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
@@ -149,7 +149,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     @property
     def _lightning_module(self) -> LightningModule | None:
         is_one = isinstance(self._module, lightning_types("pytorch.LightningModule"))
-        return self._module if is_one else None  # type: ignore[return-value]
+        return self._module if is_one else None
 
     def _convert(self) -> None:
         assert self._module is not None
@@ -174,7 +174,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Refuse strategies and optimizers that cannot work; guard per-step schedules against skipped steps."""
-        trainer = None if self._lightning_module is None else self._lightning_module.trainer
+        trainer: Any = None if self._lightning_module is None else self._lightning_module.trainer
         # Refused before training, and not noticed in a checkpoint.
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
@@ -190,7 +190,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if trainer is not None:
             from lightning_hybrid.precision.averaging import average_masters  # here: only a trainer has callbacks
 
-            average_masters(trainer.callbacks)  # type: ignore[attr-defined]
+            average_masters(trainer.callbacks)
         self._num_schedules = len(lr_schedulers)
         if self.loss_scale is not None:
             for config in lr_schedulers:
@@ -218,7 +218,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                     stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))
             yield
 
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Multiply the loss by its scale in fp32, and call the hooks `on_before_backward`."""
         assert self.masters is not None
         is_manual, averages = not module.automatic_optimization, self._is_last_backward()
@@ -237,7 +237,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         with self._arithmetic():
             super().backward(tensor, *args, **kwargs)
 
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the hooks `on_after_backward`; sum up in fp32 the gradients of a batch that is not its step's last."""
         loss = super().post_backward(tensor, module)
         assert self.masters is not None
@@ -287,12 +287,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return closure_result
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        # Where all ranks have the same gradients, and so find the same; for the first steps of a dynamic scale.
-        wants = state.loss_scale is not None and state.loss_scale.wants_largest and state.grad_scale is not None
-        if not (wants and self._is_automatic and self._agree_on_overflow is None):
+        # Where all ranks have the same gradients; for the first steps of a dynamic scale.
+        if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
             return None
-        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None and one.grad.numel()]
-        if not gradients:
+        if not self._is_automatic or self._agree_on_overflow is not None:
+            return None
+        if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
             return None
         norms = torch._foreach_norm(gradients, float("inf"))
         return torch.stack([norm.float() for norm in norms]).amax() / state.grad_scale
@@ -342,7 +342,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _may_put_off_schedules(self) -> bool:
         # On CUDA, unless the rate is read before the next step: logged, or scheduled by epochs as well.
-        trainer: Any = self._lightning_module.trainer  # type: ignore[union-attr]
+        trainer = self._module.trainer
         every = trainer.log_every_n_steps
         next_is_logged = every > 0 and (trainer.global_step + 1) % every == 0
         all_by_steps = len(self._schedules) == self._num_schedules

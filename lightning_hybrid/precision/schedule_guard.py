@@ -87,9 +87,9 @@ class ScheduleGuard:
 
 def release_schedule(config: LRSchedulerConfig) -> None:
     """Give a scheduler its own class back, with which it steps however its optimizer's step ended."""
-    scheduler = config.scheduler
+    scheduler: Any = config.scheduler
     if is_guarded(scheduler):
-        scheduler.__class__ = type(scheduler)._unguarded  # type: ignore[attr-defined]
+        scheduler.__class__ = type(scheduler)._unguarded
 
 
 def is_guarded(scheduler: object) -> bool:

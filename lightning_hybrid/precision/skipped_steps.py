@@ -6,7 +6,7 @@ All of it lives on the device. The host learns of it where it asks: at a logged 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
+from lightning_hybrid.precision.optimizer_protocol import parameters_of
 
 # From 2**16 a dynamic scale reaches its floor after 16 halvings, from its ceiling 2**24 after 24. Overflow
 # that still lasts after 40 steps in a row comes from non-finite numbers that no scale can cure.
@@ -173,11 +174,6 @@ class OptimizerStepStates(list[OptimizerStepState]):
         """Restore as many optimizers as there are in both."""
         for one, own in zip(self, [state, *state.get("other_optimizers", ())], strict=False):
             one.load_state_dict(own)
-
-
-def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
-    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
 
 
 def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tensor | None, *, step: str) -> None:

@@ -72,10 +72,9 @@ def track(parameter: Tensor, value: Value) -> None:
     # Only what is exactly an `nn.Parameter`: a class of the user's may have a `data` of its own.
     if type(parameter) is nn.Parameter:
         # Its class is changed in place: optimizers, DDP and user code hold references to this object.
-        parameter.__class__ = TrackedParameter
-        parameter.clean_version = None  # type: ignore[attr-defined]
-        parameter.is_data_known = False  # type: ignore[attr-defined]
-        parameter.value = value  # type: ignore[attr-defined]
+        tracked: Any = parameter
+        tracked.__class__ = TrackedParameter
+        tracked.clean_version, tracked.is_data_known, tracked.value = None, False, value
 
 
 def mark_clean(parameter: Tensor) -> None:
@@ -106,5 +105,6 @@ def is_untouched(parameter: Tensor) -> bool:
 def untrack(parameter: Tensor) -> None:
     """Make the parameter a plain one again."""
     if type(parameter) is TrackedParameter:
-        del parameter.clean_version, parameter.is_data_known, parameter.value
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        tracked: Any = parameter
+        del tracked.clean_version, tracked.is_data_known, tracked.value
+        tracked.__class__ = nn.Parameter

@@ -146,7 +146,8 @@ def user_moves_batches(module: pl.LightningModule | None) -> bool:
     """Return whether module or data module has a hook of its own that moves batches to the device."""
     assert module is not None
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
-    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    trainer: Any = module.trainer
+    datamodule = trainer.datamodule
     return any(
         is_overridden(hook, module, "pytorch.LightningModule")
         or (datamodule is not None and is_overridden(hook, datamodule, "pytorch.LightningDataModule"))
@@ -193,24 +194,6 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module
                 )
 
 
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: nn.Module) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
-                raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
-                )
-
-
 def refuse_nothing_to_train(module: nn.Module) -> None:
     """Check that `module` has a trainable parameter.
 
@@ -224,6 +207,27 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
             f"{type(module).__name__} has {len(parameters)} parameters ({state}): there is nothing to train or to "
             "average. Make layers attributes of the module in `__init__` or `configure_model`, or unfreeze some."
         )
+
+
+def turned_on(
+    plugin: Any, across: Any, local_steps: LocalSteps | None, asked: Collection[str], *, shard_update: str
+) -> str:
+    """Return what a user turned on, and the precision, for the line at start.
+
+    >>> plugin = type("Plugin", (), {"precision": "16-true"})()
+    >>> turned_on(plugin, Codec(bits=8), None, ["error feedback"], shard_update="off")
+    '8 bits between nodes, error feedback; fp16 on fp32 masters'
+    """
+    bits = f"{across.bits} bits" if isinstance(across, Codec) else str(across).removeprefix("torch.")
+    words = [] if across is None else [f"{bits} between nodes"]
+    words += ["error feedback"] if "error feedback" in asked else []
+    words += [f"averages between nodes every {local_steps.every} steps"] if local_steps is not None else []
+    words += ["update shared in the node"] if shard_update != "off" else []
+    name = str(plugin.precision)
+    dtype = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}.get(name, name)
+    if name.endswith("16-mixed"):
+        dtype += f": gradients in fp32, where precision='{name.replace('mixed', 'true')}' sends half the bytes"
+    return "; ".join(filter(None, [", ".join(words), dtype]))
 
 
 # Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from lightning_hybrid.strategy.arguments import (
     ask_planner,
     bucket_caps_for_ddp,
     refuse_unknown_options,
+    turned_on,
     warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
@@ -43,8 +44,6 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from lightning_hybrid.strategy.plan_tuning import FitTuning
 
 
@@ -69,9 +68,9 @@ class CommSetup:
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
         self._tuning: FitTuning | None = None
-        self._local_steps: LocalSteps | None = None
-        self._reduction: Literal["mean", "adasum"] = "mean"
+        self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
+        self._trace_dir: str | None = None
         self._work_group: dist.ProcessGroup | None = None
 
     def take_options(
@@ -114,12 +113,12 @@ class CommSetup:
                 "extensions=[LogsNorm], without a call."
             )
         self._plan, self._planner, self._comm_dtype = comm.made_plan(), comm.planner, comm.on_wire
-        self._dtype_across_nodes = between_nodes.on_wire
-        self._reduction = "adasum" if isinstance(between_nodes, Adasum) else "mean"
-        self._local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
+        self.dtype_across_nodes = between_nodes.on_wire
+        self._is_adasum = isinstance(between_nodes, Adasum)
+        self.local_steps = between_nodes if isinstance(between_nodes, LocalSteps) else None
         self.shard_update = shard_update or "off"
-        self._ranks_per_node, self._loss_scale = ranks_per_node, loss_scale
-        self.trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
+        self._ranks_per_node = ranks_per_node
+        self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
         self.link_bytes_per_s = report.link_bytes_per_s
         # A plan that is not the library's own choice is not tuned by itself, nor another sum than that over all ranks.
         is_own = comm.algorithm == "auto" and (comm.plan is None or comm.planner is not None)
@@ -137,14 +136,10 @@ class CommSetup:
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
-        """Check `ranks_per_node` where ranks and world size are known first, before any process group.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Check `ranks_per_node` where ranks and world size are known first, before any process group."""
         if self._ranks_per_node is not None:
             topology = self.topology_of(rank, world_size)
-            if self._reduction == "adasum":
+            if self._is_adasum:
                 refuse_odd_nodes(topology)
 
     def topology_of(self, rank: int, world_size: int) -> Topology:
@@ -156,12 +151,13 @@ class CommSetup:
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
+        self._rank = rank
         self.topology = self.topology_of(rank, world_size)
 
     def find_plan(self, module: nn.Module) -> None:
         """Make the plan for the topology and this module."""
         on_cuda = self.device.type == "cuda"
-        if self._reduction == "adasum" and (plan := adasum_plan(self.plan, self.topology)) is not None:
+        if self._is_adasum and (plan := adasum_plan(self.plan, self.topology)) is not None:
             self.plan, self.bucket_hook = plan, adasum_bucket
         if self._planner is not None:
             self.plan = ask_planner(
@@ -170,9 +166,9 @@ class CommSetup:
                 self.topology,
                 comm_dtype=self._comm_dtype,
                 on_cuda=on_cuda,
-                across_nodes=self._dtype_across_nodes,
+                across_nodes=self.dtype_across_nodes,
             )
-        if isinstance(codec := self._dtype_across_nodes, Codec):
+        if isinstance(codec := self.dtype_across_nodes, Codec):
             self.plan = plan_for_codec(self.plan, self.topology, bits=codec.bits, on_cuda=on_cuda)
 
     def take_engine_options(self, options: Mapping[str, Any]) -> None:
@@ -185,26 +181,25 @@ class CommSetup:
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
-    def new_engine(
-        self, *, keep_events: bool = False, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None
-    ) -> CommEngine:
-        """Make an engine, for the modules that average their gradients over all ranks or `replicas`. Collective."""
+    def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:
+        """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
-        if replicas is not None:
-            self.topology = replicas.own
+        self.topology = self.topology if replicas is None else replicas.own
         engine = CommEngine(
             topology=self.topology,
             plan=self.plan,
             timeout=self._timeout,
             device=self.device,
-            trace=CommTrace(keep_events=keep_events),
-            dtype_across_nodes=self._dtype_across_nodes,
+            trace=CommTrace(keep_events=self._trace_dir is not None),
+            dtype_across_nodes=self.dtype_across_nodes,
             replicas=replicas,
             group=group,
             **self.engine_options,
         )
         self.note_plan(self.plan)
-        rank_zero_info(self.communication_plan)
+        across = self.dtype_across_nodes if self.topology.num_nodes > 1 else None
+        on = turned_on(precision, across, self.local_steps, self.asked, shard_update=self.shard_update)
+        rank_zero_info(f"{self.communication_plan}; {on}")
         return engine
 
     def average_by(
@@ -215,15 +210,15 @@ class CommSetup:
         wrapped.register_comm_hook(state, self.bucket_hook)
         return state
 
-    def begin_tuning(self, tune: Literal["auto", "on", "off"]) -> None:
+    def begin_tuning(self) -> None:
         """Let the first steps of a fit try other plans, unless that is off."""
-        if tune != "off":
+        if self.tune != "off":
             from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
 
             assert self.engine is not None
-            self._tuning = FitTuning(self.engine, tune, on_plan=self.note_plan)
+            self._tuning = FitTuning(self.engine, self.tune, on_plan=self.note_plan)
 
-    def before_batch(self, module: pl.LightningModule) -> None:
+    def before_batch(self, module: Any) -> None:
         """Tell the codec the number of the step; between two steps tuning may change the plan."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
@@ -243,24 +238,22 @@ class CommSetup:
             for one in sharing:
                 vars(one)["work_group"] = self._work_group
 
-    def close(self, optimizers: Sequence[Optimizer], *, trace_dir: str | None, rank: int) -> None:
+    def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
         engine, self.engine = self.engine, None
         self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
         try:
             if engine is not None:
                 engine.close()
-                if trace_dir is not None:
-                    engine.trace.write_if_possible(trace_dir, rank=rank)
+                if self._trace_dir is not None:
+                    engine.trace.write_if_possible(self._trace_dir, rank=self._rank)
         finally:
-            self._end_shared_work(optimizers, has_failed=engine is not None and bool(engine.failure))
-
-    def _end_shared_work(self, optimizers: Sequence[Optimizer], *, has_failed: bool) -> None:
-        group, self._work_group = self._work_group, None
-        if group is not None:
-            for one in optimizers:
-                vars(one).pop("work_group", None)
-            end_group(group, is_aborted=has_failed and self.device.type == "cuda")
+            group, self._work_group = self._work_group, None
+            if group is not None:
+                for one in optimizers:
+                    vars(one).pop("work_group", None)
+                has_failed = engine is not None and bool(engine.failure)
+                end_group(group, is_aborted=has_failed and self.device.type == "cuda")
 
     def warn_of_reduction(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn of what Adasum takes from optimizers, once it is known whether there are several nodes."""
@@ -273,7 +266,7 @@ class CommSetup:
         self.communication_plan = plan.describe(self.topology, on_cuda=on_cuda)
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
-        is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self._dtype_across_nodes is None
+        is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self.dtype_across_nodes is None
         if on_cuda and (self.engine_options.get("shares_update", False) or not is_flat):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
@@ -287,3 +280,21 @@ def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
         if parameter.requires_grad or name in ignored
     }
     return averaged, ignored
+
+
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
+    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                names = {id(p): name for name, p in module.named_parameters()}
+                raise RuntimeError(
+                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
+                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
+                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                )

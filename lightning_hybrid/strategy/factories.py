@@ -24,7 +24,7 @@ def made_for(strategy: Any) -> Extensions | None:
         ddp_options=strategy._ddp_kwargs,
         failures=strategy._failures,
     )
-    between, local_steps = comm._dtype_across_nodes, comm._local_steps
+    between, local_steps = comm.dtype_across_nodes, comm.local_steps
     # Imported here: a fit without an option needs none of its modules.
     if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):
         from lightning_hybrid.strategy.node_slices.extension import node_slices_for

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace
+from lightning_hybrid.comm import CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -26,12 +26,11 @@ from lightning_hybrid.strategy.arguments import (
     refuse_nothing_to_train,
     refuse_slices,
     refuse_two_precisions,
-    refuse_what_is_not_averaged,
     user_moves_batches,
     warn_of_coupled_batches,
     with_masters,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
@@ -124,7 +123,7 @@ class HybridAllReduce(_Base):
     ) -> None:
         between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures = CommSetup(self._kind), FailureReports()
+        self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
         for_ddp = self._comm.take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduce).parameters,
@@ -136,8 +135,6 @@ class HybridAllReduce(_Base):
             report=report,
             extensions=extensions,
         )
-        self.link_bytes_per_s, self._trace_dir = self._comm.link_bytes_per_s, self._comm.trace_dir
-        self._loss_scale, self._tune = loss_scale, self._comm.tune
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
@@ -164,7 +161,7 @@ class HybridAllReduce(_Base):
             has_grad_scaler=has_grad_scaler(self.precision_plugin),
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
-            link_bytes_per_s=self.link_bytes_per_s,
+            link_bytes_per_s=self._comm.link_bytes_per_s,
             is_ending=self._failures.is_failing(),
             **({} if self._extensions is None else self._extensions.status()),
         )
@@ -173,10 +170,6 @@ class HybridAllReduce(_Base):
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
         return None if self._comm.engine is None else self._comm.engine.trace
-
-    @property
-    def _engine(self) -> CommEngine | None:
-        return self._comm.engine
 
     @property
     def communication_plan(self) -> str | None:
@@ -192,6 +185,10 @@ class HybridAllReduce(_Base):
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Put master weights in the place of Lightning's plain half precision; leave everything else."""
         self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module  # there from `connect` on
 
     @property
     def _half(self) -> MasterWeightMixin | None:
@@ -242,10 +239,9 @@ class HybridAllReduce(_Base):
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up as DDP, after checking that there is something to train."""
         if trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            refuse_nothing_to_train(self.lightning_module)
-            refuse_slices(self.lightning_module)
-            warn_of_coupled_batches(self.lightning_module, trainer.accumulate_grad_batches)
+            refuse_nothing_to_train(self._module)
+            refuse_slices(self._module)
+            warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)
         super().setup(trainer)
@@ -267,10 +263,9 @@ class HybridAllReduce(_Base):
         if self._extensions is not None:
             self._extensions.before_optimizers()
         if self._half is not None:
-            assert self.lightning_module is not None
             # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
-            if self.lightning_module.trainer.state.fn == "fit":
-                self.setup_optimizers(self.lightning_module.trainer)
+            if self._module.trainer.state.fn == "fit":
+                self.setup_optimizers(self._module.trainer)
                 self._has_optimizers = True
             self._half.follow_device(self.root_device)
 
@@ -284,8 +279,7 @@ class HybridAllReduce(_Base):
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
-            assert self.lightning_module is not None
-            self._masters.broadcast_(self.lightning_module, ignored)
+            self._masters.broadcast_(self._module, ignored)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
@@ -294,10 +288,9 @@ class HybridAllReduce(_Base):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
         assert isinstance(self.model, DistributedDataParallel)
-        engine = self._comm.new_engine(keep_events=self._trace_dir is not None)
-        self._comm.engine = self._failures.engine = engine
+        self._comm.engine = self._failures.engine = engine = self._comm.new_engine(self.precision_plugin)
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
-        self._comm.begin_tuning(self._tune)
+        self._comm.begin_tuning()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
@@ -309,18 +302,16 @@ class HybridAllReduce(_Base):
             # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
             # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
             trainer.fit_loop._combined_loader = None
-        assert self.lightning_module is not None
-        refuse_foreign_parameters(self.optimizers, self.lightning_module)
+        refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
 
-        assert self.lightning_module is not None
         dataloader = super().process_dataloader(dataloader)
         if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
-            dataloader.bind_trainer(self.lightning_module.trainer)
-        if user_moves_batches(self.lightning_module):
+            dataloader.bind_trainer(self._module.trainer)
+        if user_moves_batches(self._module):
             return dataloader
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(dataloader, self.global_rank)
@@ -332,8 +323,7 @@ class HybridAllReduce(_Base):
     def on_train_start(self) -> None:
         """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        self._failures.sigterm = SigtermOnAnyRank(self.lightning_module.trainer)
+        self._failures.sigterm = SigtermOnAnyRank(self._module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
@@ -342,13 +332,11 @@ class HybridAllReduce(_Base):
             self._extensions.call("before_batch", batch_idx)
         if self._failures.sigterm is not None:
             self._failures.sigterm.before_batch()
-        assert self.lightning_module is not None
         self._comm.before_batch(self.lightning_module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
-            assert self.lightning_module is not None
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
@@ -434,7 +422,7 @@ class HybridAllReduce(_Base):
         finally:
             self._failures.engine = None
             try:
-                self._comm.close(self.optimizers, trace_dir=self._trace_dir, rank=self.global_rank)
+                self._comm.close(self.optimizers)
             finally:
                 if self._masters is not None:
                     self._masters.restore()  # before Lightning moves the module away from its masters

@@ -35,7 +35,8 @@ class _Value:
     # As the user would write it: what is left at its default is left out.
 
     def __repr__(self) -> str:
-        given = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
+        known: Any = self  # a dataclass
+        given = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(known)]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
 
 
@@ -202,7 +203,9 @@ class Comm(_Value):
     @property
     def tuning(self) -> Literal["auto", "on", "off"]:
         """`tune`, of which YAML reads `on` and `off` as booleans."""
-        return {True: "on", False: "off"}.get(self.tune, self.tune)  # type: ignore[arg-type, return-value]
+        if isinstance(self.tune, bool):
+            return "on" if self.tune else "off"
+        return self.tune
 
     @property
     def on_wire(self) -> torch.dtype | None:

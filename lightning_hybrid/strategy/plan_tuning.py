@@ -43,15 +43,9 @@ class FitTuning:
     """Tuning of an engine's plan in one fit, where that is worth it; arguments as in strategy and `TuningSession`."""
 
     def __init__(
-        self,
-        engine: CommEngine,
-        tune: Literal["auto", "on", "off"],
-        *,
-        on_plan: Callable[[CommPlan], None],
+        self, engine: CommEngine, tune: Literal["auto", "on", "off"], *, on_plan: Callable[[CommPlan], None]
     ) -> None:
-        self._engine = engine
-        self._tune = tune
-        self._on_plan = on_plan
+        self._engine, self._tune, self._on_plan = engine, tune, on_plan
         self._is_begun = False
         self._tuning: TuningSession | None = None
 

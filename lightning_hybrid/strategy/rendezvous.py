@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.checks import first_line, require_choice
+from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
 # Time for rank zero's result to reach the others, after the limit. Our choice: the store answers in milliseconds.
@@ -29,8 +30,6 @@ GRACE_S = 5.0
 REPORT_S = 30.0
 
 _OBSERVER = "fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
-
-MAX_NAMED = 8  # ranks that did not come; there may be thousands
 
 
 class RendezvousError(RuntimeError):
@@ -56,7 +55,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
     end_s = monotonic() + timeout.total_seconds()
     where = f"{address}:{port}"
     try:
-        store = _serve(address, port, world_size, timeout) if rank == 0 else _join(address, port, world_size, timeout)
+        store = (_serve if rank == 0 else _join)(address, port, world_size, timeout)
     except dist.DistError as error:
         if rank == 0:
             raise RendezvousError(
@@ -156,25 +155,13 @@ def _collect(calls: dist.Store, world_size: int, end_s: float) -> str:
         if not missing or monotonic() >= end_s:
             break
         time.sleep(0.01)
-    result = _named(missing)
+    result = name_ranks(missing) if missing else ""
     calls.set("result", result or "all came")
     if result:  # the store ends with this process: the others have to read first
         last_s = monotonic() + GRACE_S
         while calls.add("read", 0) < world_size - 1 - len(missing) and monotonic() < last_s:
             time.sleep(0.01)
     return result
-
-
-def _named(ranks: list[int]) -> str:
-    """Name ranks in words.
-
-    >>> _named([]), _named([3]), _named([1, 2]), _named(list(range(10)))
-    ('', 'rank 3', 'ranks 1, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
-    """
-    if not ranks:
-        return ""
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------

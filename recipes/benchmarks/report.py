@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
+from lightning_hybrid.callbacks.run_report.figure import INK, MUTED, SERIES, Panel, in_units, write_svg
 from recipes.cli.markdown import markdown_table
-from recipes.cli.results import environment, size
+from recipes.cli.results import environment, size, time_text
+
+PEERS = ("ddp", "fp16_compress", "torch")  # arms that are not ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,45 +115,59 @@ def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
 # ---- picture ---------------------------------------------------------------------------------------------------------
 
 
-def picture(rows: Sequence[Timing], link_bytes_per_s: float | None, title: str) -> Figure:
-    """Draw one panel per section and case: all-reduce time against size, step time by strategy."""
-    cases = list(dict.fromkeys((row.section, row.case) for row in rows))
-    figure = Figure(figsize=(6 * max(1, len(cases)), 5), layout="constrained")
-    figure.suptitle(title)
-    for axes, (section, case) in zip(figure.subplots(1, max(1, len(cases)), squeeze=False)[0], cases, strict=False):
+def panels_of(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[Panel]:
+    """Return a panel for each section and case: all-reduce time against size, step time by strategy."""
+    panels = list[Panel]()
+    for section, case in dict.fromkeys((row.section, row.case) for row in rows):
         of_case = [row for row in rows if (row.section, row.case) == (section, case)]
-        axes.set_title(f"{section}: {case}")
         if len({row.num_bytes for row in of_case}) > 1 and section == "allreduce":
-            _draw_sizes(axes, of_case, link_bytes_per_s)
+            title = f"All-reduce of {case} by size"
+            panels.append((partial(_draw_sizes, title, of_case, link_bytes_per_s), 300))
         else:
-            _draw_bars(axes, of_case, link_bytes_per_s)
-    return figure
+            first, best = of_case[0], min(of_case, key=lambda row: row.median_s)
+            title = (
+                f"{section}, {case}: {best.arm} takes {best.median_s / first.median_s:.2f} of the time of {first.arm}"
+            )
+            if section == "overlap" and len(of_case) == 4:
+                title = f"{section}, {case}: {hidden_share(of_case):.0%} of the communication is hidden"
+            names = {row.arm: row.arm for row in of_case}
+            panels.append((partial(draw_bars, title, of_case, names, link_bytes_per_s), 90 + 42 * len(of_case)))
+    return panels
 
 
-def _draw_sizes(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None) -> None:
+def _draw_sizes(title: str, rows: Sequence[Timing], link_bytes_per_s: float | None, axes: Axes) -> None:
+    axes.set_title(title)
     for arm in dict.fromkeys(row.arm for row in rows):
         of_arm = [row for row in rows if row.arm == arm]
-        axes.loglog([r.num_bytes for r in of_arm], [r.median_s * 1e3 for r in of_arm], marker="o", label=arm, alpha=0.8)
+        axes.loglog([r.num_bytes for r in of_arm], [r.median_s for r in of_arm], marker="o", label=arm)
     bounds = {row.num_bytes: bound_s for row in rows if (bound_s := row.bound_s(link_bytes_per_s)) is not None}
     if bounds:
-        axes.loglog(list(bounds), [1e3 * bound_s for bound_s in bounds.values()], "k--", label="byte bound")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("ms")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        axes.loglog(list(bounds), list(bounds.values()), "--", color=MUTED, label="byte bound")
+    in_units(axes, x="B", y="s")
 
 
-def _draw_bars(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None) -> None:
-    medians_ms = [1e3 * row.median_s for row in rows]
-    below = [1e3 * (row.median_s - min(row.times_s)) for row in rows]
-    above = [1e3 * (max(row.times_s) - row.median_s) for row in rows]
-    names = [row.arm.replace(", ", ",\n") + f"\n{time_ms:.4g}" for row, time_ms in zip(rows, medians_ms, strict=True)]
-    bars = axes.bar(names, medians_ms, yerr=[below, above], capsize=4, color="tab:blue", alpha=0.8)
-    for bar, row in zip(bars, rows, strict=True):
+def draw_bars(
+    title: str, rows: Sequence[Timing], names: Mapping[str, str], link_bytes_per_s: float | None, axes: Axes
+) -> None:
+    """Draw each arm's median as a bar under its name; above it a line from least to most, on it a tick at the bound."""
+    axes.set_title(title)
+    rows = [row for arm in names for row in rows if row.arm == arm]
+    most_s = max(max(row.times_s) for row in rows)
+    for place, row in enumerate(rows):
+        is_first = row is rows[0]
+        times = "" if is_first else f", {rows[0].median_s / row.median_s:.2f} x"
+        axes.barh(-place, row.median_s, height=0.34, color=MUTED if row.arm in PEERS else SERIES[0])
+        axes.plot([min(row.times_s), max(row.times_s)], [-place - 0.24] * 2, color=INK, linewidth=1)
         if (bound_s := row.bound_s(link_bytes_per_s)) is not None:
-            axes.hlines(1e3 * bound_s, bar.get_x(), bar.get_x() + bar.get_width(), "black", "dashed")
-    axes.set_ylabel("ms: median, least and most" + ("; dashed: byte bound" if link_bytes_per_s else ""))
+            axes.plot([bound_s] * 2, [-place - 0.17, -place + 0.17], color=SERIES[1])
+        axes.text(0, -place + 0.22, f"{names[row.arm]}: {time_text(row.median_s)}{times}", va="bottom")
+    axes.set_xlim(0, 1.02 * most_s)
+    axes.set_ylim(0.6 - len(rows), 0.7)
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set_xticks([])
+    axes.set_xlabel("median; line: least to most" + ("; orange: byte bound" if link_bytes_per_s else ""))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -158,7 +176,7 @@ def _draw_bars(axes: Any, rows: Sequence[Timing], link_bytes_per_s: float | None
 def write_bench(
     folder: Path, rows: Iterable[Timing], *, link_bytes_per_s: float | None, config: dict[str, Any], title: str
 ) -> None:
-    """Write `rows.jsonl` (every sample), `table.csv`, `table.md` and `bench.png` into `folder`."""
+    """Write `rows.jsonl` (every sample), `table.csv`, `table.md` and `bench.svg` into `folder`."""
     rows = list(rows)
     folder.mkdir(parents=True, exist_ok=True)
     head = {"title": title, "config": config, "environment": environment()}
@@ -167,4 +185,4 @@ def write_bench(
     with open(folder / "table.csv", "w", newline="") as file:
         csv.writer(file).writerows([HEADER, *cells(rows, link_bytes_per_s)])
     (folder / "table.md").write_text(markdown(rows, link_bytes_per_s) + "\n")
-    picture(rows, link_bytes_per_s, title).savefig(folder / "bench.png", dpi=90)
+    write_svg(folder / "bench.svg", panels_of(rows, link_bytes_per_s))

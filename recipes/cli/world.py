@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.data import batch_size_per_rank
-from lightning_hybrid.models import ghost_batch_size
 from recipes.cli.preflight import check_place, whole_number
 
 
@@ -142,9 +141,8 @@ def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches:
     """
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
     images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
-    seen = ghost_batch_size(global_batch_size=global_batch_size, **parts)
     dealt = f"{world_size} ranks x {accumulate_grad_batches} batch{'es' if accumulate_grad_batches > 1 else ''}"
-    return f"batch: {global_batch_size} images = {dealt} of {images}; BatchNorm sees {seen} at a time"
+    return f"batch: {global_batch_size} images = {dealt} of {images}; BatchNorm sees {images} at a time"
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
+from lightning_hybrid.callbacks.run_report.figure import MUTED, SERIES, Panel, write_svg
 from recipes.cli.markdown import markdown_table
 from recipes.hyperparams.coarse_to_fine import Axis, axis_values_of
 from recipes.hyperparams.trial_log import Mode, TrialOutcome, best_of, rank_of
@@ -49,40 +51,38 @@ def edges(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, mod
     return [axis.key for axis in axes if axis.is_edge(point[axis.key])]
 
 
-def picture(
-    rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode, title: str
-) -> Figure:
-    """Draw a row for each round, a panel for each axis: objective against value; a cross at the top: no value."""
-    shown = [found for found in rounds if found] or [[]]
-    figure = Figure(figsize=(5 * len(axes), 3.2 * len(shown)), layout="constrained")
-    figure.suptitle(title)
-    panels = figure.subplots(len(shown), len(axes), squeeze=False)
-    for number, (found, row) in enumerate(zip(shown, panels, strict=True), start=1):
-        best = best_of(found, mode=mode)
-        for panel, axis in zip(row, axes, strict=True):
+def panels_of(
+    rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode
+) -> list[Panel]:
+    """Return a panel for each round and axis: objective against value; a cross at the top: no value."""
+    return [
+        (partial(_draw, f"Round {number}, {axis.key}", found, axis, objective, mode), 220)
+        for number, found in enumerate([found for found in rounds if found] or [[]], start=1)
+        for axis in axes
+    ]
 
-            def x_of(outcome: TrialOutcome, axis: Axis = axis) -> float:
-                return axis_values_of(outcome.overrides, [axis.key])[axis.key]
 
-            for status, style in (("done", "C0o"), ("stopped", "C1v")):
-                some = [o for o in found if o.status == status and o.value is not None and math.isfinite(o.value)]
-                panel.plot([x_of(o) for o in some], [o.value for o in some], style, label=status)
-            if best is not None:
-                panel.plot([x_of(best)], [best.value], "C3*", markersize=13, label="best")
-            lost = [outcome for outcome in found if outcome.status in ("diverged", "failed")]
-            top = panel.get_xaxis_transform()
-            panel.plot([x_of(o) for o in lost], [0.95] * len(lost), "kx", transform=top, label="diverged or failed")
-            if axis.scale == "log":
-                panel.set_xscale("log")
-            values = [o.value for o in found if o.value is not None and math.isfinite(o.value)]
-            if values and min(values) > 0 and max(values) > 20 * min(values):
-                panel.set_yscale("log")
-            panel.set_title(f"round {number}")
-            panel.set_xlabel(axis.key)
-            panel.set_ylabel(objective)
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
-    return figure
+def _draw(title: str, found: Sequence[TrialOutcome], axis: Axis, objective: str, mode: Mode, panel: Axes) -> None:
+    def x_of(outcome: TrialOutcome) -> float:
+        return axis_values_of(outcome.overrides, [axis.key])[axis.key]
+
+    for status, style in (("done", "o"), ("stopped", "v")):
+        some = [(x_of(o), o.value) for o in found if o.status == status and o.value is not None]
+        panel.plot([x for x, _ in some], [value for _, value in some], style, color=SERIES[0])
+    best = best_of(found, mode=mode)
+    if best is not None and best.value is not None:
+        panel.plot([x_of(best)], [best.value], "*", markersize=13, color=SERIES[1])
+        title += f": best at {x_of(best):.3g}"
+    lost = [outcome for outcome in found if outcome.status in ("diverged", "failed")]
+    panel.plot([x_of(o) for o in lost], [0.95] * len(lost), "x", color=MUTED, transform=panel.get_xaxis_transform())
+    if axis.scale == "log":
+        panel.set_xscale("log")
+    values = [o.value for o in found if o.value is not None and math.isfinite(o.value)]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        panel.set_yscale("log")
+    panel.set_title(title)
+    panel.set_ylabel(objective)
+    panel.set_xlabel(f"{axis.key}; triangle: stopped; cross: lost")
 
 
 def write_search(
@@ -92,9 +92,8 @@ def write_search(
     *,
     objective: str,
     mode: Mode,
-    title: str,
 ) -> None:
-    """Write `table.md` and `search.png` into `folder`."""
+    """Write `table.md` and `search.svg` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(markdown(rounds, axes, objective=objective, mode=mode) + "\n")
-    picture(rounds, axes, objective=objective, mode=mode, title=title).savefig(folder / "search.png", dpi=100)
+    write_svg(folder / "search.svg", panels_of(rounds, axes, objective=objective, mode=mode))

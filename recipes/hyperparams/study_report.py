@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student
 
 from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.callbacks.run_report.figure import FAINT, MUTED, SERIES, Panel, write_svg
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import write_json
 from recipes.hyperparams.study import Cell, Study
@@ -179,50 +182,42 @@ def markdown(study: Study, log: TrialLog) -> str:
     return "\n\n".join([*parts, "Chosen points:", table(point)])
 
 
-def picture(study: Study, log: TrialLog) -> Figure:
-    """Draw accuracy against the share of the set and against the number of updates; bars are 90 % intervals."""
-    found = complete(study, log)
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    figure.suptitle(study.title)
-    panels = figure.subplots(1, 2, sharey=True)
-    lines = [line for line in _lines(study) if study.arms[line[0]].like is None]
-    for place, (arm, precision) in enumerate(lines):
-        cells = [cell for cell in found if (cell.arm, cell.precision) == (arm, precision)]
-        cells.sort(key=lambda cell: cell.batch_size)
-        if not cells:
-            continue
-        intervals = [Interval.of(list(found[cell].values())) for cell in cells]
-        updates = [_num_updates(study.results(cell, log)) for cell in cells]
-        shares = [100 * cell.batch_size / study.num_train for cell in cells]
-        for axes, x in ((panels[0], shares), (panels[1], updates)):
-            axes.errorbar(
-                [value * 1.02 ** (place - len(lines) / 2) for value in x],  # bars side by side
-                [100 * interval.mean for interval in intervals],
-                yerr=[100 * interval.half for interval in intervals],
-                marker="o" if precision == study.reference[1] else "s",
-                linestyle="-" if precision == study.reference[1] else "--",
-                markersize=4,
-                capsize=3,
-                label=f"{arm}, {precision}",
-                color=f"C{list(study.arms).index(arm)}",
-            )
-    for axes, label in ((panels[0], "batch, % of the training set"), (panels[1], "updates of the run")):
-        axes.set_xscale("log")
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-    if panels[0].containers:
-        panels[0].legend(fontsize=7)
-    panels[0].set_ylabel(f"test accuracy, %; 90 % interval of {len(study.seeds)} seeds")
-    return figure
+def panels_of(study: Study, log: TrialLog) -> list[Panel]:
+    """Return a panel for each batch: how far each arm is from the reference, paired by seed, with the margin."""
+    found, panels = complete(study, log), list[Panel]()
+    reference = found.get(Cell(arm=study.reference[0], precision=study.reference[1], batch_size=study.smallest))
+    for size in study.batch_sizes if reference else ():
+        cells = [cell for cell in found if cell.batch_size == size and study.arms[cell.arm].like is None]
+        if cells:
+            pairs = [(f"{cell.arm}, {cell.precision}", paired(found[cell], reference or {})) for cell in cells]
+            lines = [(name, interval) for name, interval in pairs if interval.mean or interval.half]  # not itself
+            updates = max(o.metrics.get("num_steps", 1) for cell in cells for o in study.results(cell, log).values())
+            num_equal = sum(interval.verdict(study.margin) in ("equal", "better") for _, interval in lines)
+            title = f"{100 * size / study.num_train:.3g} % of the set in one update, {updates:,.0f} updates: "
+            title += f"{num_equal} of {len(lines)} equal the small batch"
+            panels += [(partial(_draw, study, title, lines), 100 + 22 * len(lines))] if lines else []
+    return panels
 
 
-def _num_updates(outcomes: Mapping[int, TrialOutcome]) -> float:
-    return max(one.metrics.get("num_steps", 1.0) for one in outcomes.values())
+def _draw(study: Study, title: str, lines: Sequence[tuple[str, Interval]], axes: Axes) -> None:
+    axes.set_title(title)
+    axes.axvspan(-100 * study.margin, 100 * study.margin, color=FAINT, alpha=0.5)
+    for place, (_, interval) in enumerate(lines):
+        colour = {"worse": SERIES[1], "open": MUTED}.get(interval.verdict(study.margin), SERIES[0])
+        middle, half = 100 * interval.mean, 100 * interval.half
+        axes.plot([middle - half, middle + half], [-place, -place], color=colour)
+        axes.plot([middle], [-place], "o", color=colour)
+    axes.set_yticks([-place for place in range(len(lines))], [name for name, _ in lines])
+    axes.set_ylim(0.6 - len(lines), 0.6)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, -300 * study.margin), max(high, 300 * study.margin))  # the margin shows what is noise
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_xlabel(f"points from {study.reference[0]} at {study.smallest} images\n90 % interval; grey: equal")
 
 
 def write_study(folder: Path, study: Study, log: TrialLog, *, environment: dict[str, Any]) -> None:
-    """Write `table.md`, `accuracy.png` and `environment.json` into `folder`."""
+    """Write `table.md`, `accuracy.svg` and `environment.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"{study.title}\n\n{markdown(study, log)}\n")
     write_json(folder / "environment.json", environment)
-    picture(study, log).savefig(folder / "accuracy.png", dpi=100)
+    write_svg(folder / "accuracy.svg", panels_of(study, log))

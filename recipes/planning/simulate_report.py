@@ -9,9 +9,10 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from omegaconf import DictConfig
 
+from lightning_hybrid.callbacks.run_report.figure import MUTED, SERIES, Panel, in_units, write_svg
 from lightning_hybrid.planning.plan_search import (
     CLEARLY_LESS,
     CLEARLY_LESS_BY_HIERARCHY,
@@ -24,7 +25,7 @@ from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
-from recipes.planning.parallelism import PipelineChoice, draw_schedule, pipeline_choices, pipeline_table, what_pays
+from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, schedule_panel, what_pays
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import Scenario, Search
 
@@ -239,44 +240,37 @@ class SimulationReport:
         write_json(folder / "simulate.json", content)
         (folder / "table.md").write_text(self.markdown() + "\n")
         to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
-        self.picture().savefig(folder / "simulate.png", dpi=90)
+        curve: list[Panel] = [(self._draw_scaling, 220)] if self.curve else []
+        write_svg(folder / "simulate.svg", [(self._draw_step, 260), *curve])
         if self.pipelines:
-            figure = Figure(figsize=(13, 1 + 0.4 * self.pipelines[0].num_ranks), layout="constrained")
-            draw_schedule(figure.subplots(), self.pipelines[0])
-            figure.savefig(folder / "pipeline.png", dpi=90)
+            write_svg(folder / "pipeline.svg", [schedule_panel(self.pipelines[0])])
 
-    def picture(self) -> Figure:
-        """Draw the timeline of one step, and efficiency over ranks."""
-        figure = Figure(figsize=(13, 4.2), layout="constrained")
-        timeline, scaling = figure.subplots(1, 2, width_ratios=(2, 1))
-        work, first = self.scenario.work(), self.outcome.first
-        compute = [("forward", 0.0, work.forward_s, "0.7"), ("backward", work.forward_s, work.backward_s, "0.5")]
-        for name, begin_s, time_s, colour in compute:
-            timeline.barh("compute", 1e3 * time_s, left=1e3 * begin_s, color=colour, label=name)
-        names = list(dict.fromkeys(f"{span.algorithm} {span.stage}" for span in first.spans))
-        for span in first.spans:
-            place = names.index(f"{span.algorithm} {span.stage}")
-            timeline.barh(
-                f"{span.algorithm} {span.stage}",
-                1e3 * (span.end_s - span.begin_s),
-                left=1e3 * span.begin_s,
-                color=f"C{place}",
-                edgecolor="white",
-                linewidth=0.5,
-            )
-        timeline.invert_yaxis()
-        timeline.set_xlabel("ms")
-        timeline.set_title(f"one step, {self.scenario.cluster.world_size} ranks")
-        timeline.legend(fontsize=8)
-        if self.curve:
-            ranks = [point.num_ranks for point in self.curve]
-            scaling.semilogx(ranks, [100 * point.efficiency for point in self.curve], marker="o", base=2)
-            scaling.set_ylim(0, 105)
-            scaling.set_xlabel("ranks")
-            scaling.set_ylabel("% of one rank alone")
-            scaling.grid(alpha=0.3)
-        scaling.set_title(self.about, fontsize=9)
-        return figure
+    def _draw_step(self, axes: Axes) -> None:
+        work, outcome = self.scenario.work(), self.outcome
+        exposed = time_text(float(outcome.exposed_s.mean()))
+        axes.set_title(f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients")
+        spans = [("forward", 0.0, work.forward_s), ("backward", work.forward_s, work.forward_s + work.backward_s)]
+        for span in outcome.first.spans:
+            spans.append((f"{span.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s))
+        names = list(dict.fromkeys(name for name, *_ in spans))
+        for name, begin_s, end_s in spans:
+            colour = MUTED if name in ("forward", "backward") else SERIES[0]
+            axes.barh(name, end_s - begin_s, left=begin_s, height=0.7, color=colour)
+        exposed_from_s = work.forward_s + work.backward_s
+        axes.axvspan(exposed_from_s, max(exposed_from_s, *(end_s for *_, end_s in spans)), color=SERIES[1], alpha=0.3)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlabel("orange: nothing to do but wait")
+        in_units(axes, x="s")
+
+    def _draw_scaling(self, axes: Axes) -> None:
+        asked = self.scenario.cluster.world_size
+        efficiency = next((p.efficiency for p in self.curve if p.num_ranks == asked), self.outcome.efficiency)
+        axes.set_title(f"Of {asked:,} ranks each works at {efficiency:.0%} of one alone")
+        shares = [100 * point.efficiency for point in self.curve]
+        axes.semilogx([point.num_ranks for point in self.curve], shares, marker="o")
+        axes.set_ylim(max(0, 10 * (min(shares) // 10) - 10), 105)
+        axes.set_xlabel("ranks")
+        in_units(axes, x="", y="%")
 
 
 def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from omegaconf import DictConfig
 
+from lightning_hybrid.callbacks.run_report.figure import SERIES, Panel, in_units, write_svg
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, calibration_values
-from lightning_hybrid.planning.calibration.link_fit import LineFit
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
-from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.plan_search import Candidate, candidates
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.results import environment, size, write_json
 from recipes.cli.usage import command
+from recipes.planning.calibration.calibrate import Calibration, calibrate, calibration_values
+from recipes.planning.calibration.link_fit import LineFit
+from recipes.planning.calibration.microbenchmarks import Measurements
+from recipes.planning.calibration.overhead_fit import MeasuredSetup
 from recipes.planning.compression_report import CompressionReport
 
 LEVELS = {"inside": "inside a node", "across": "between nodes"}
@@ -160,7 +162,7 @@ class TuneReport:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path, config: dict[str, Any]) -> None:
-        """Write `cluster/<name>.yaml`, `plan.json`, `summary.json`, `table.md`, `tune.png`."""
+        """Write `cluster/<name>.yaml`, `plan.json`, `summary.json`, `table.md`, `tune.svg`."""
         (folder / "cluster").mkdir(parents=True, exist_ok=True)
         content = {
             "config": config,
@@ -178,7 +180,7 @@ class TuneReport:
         (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
         (folder / "plan.json").write_text(self.plans[0].plan.to_json() + "\n")
         (folder / "table.md").write_text(self.markdown() + "\n")
-        self.picture().savefig(folder / "tune.png", dpi=90)
+        write_svg(folder / "tune.svg", self.panels())
 
     def description(self) -> str:
         """Format the cluster as in conf/cluster, with the source of each number."""
@@ -224,35 +226,37 @@ class TuneReport:
         lines += [f"{name}: null" for name in unknown]
         return "\n".join(lines) + "\n"
 
-    def picture(self) -> Figure:
-        """Draw messages with their lines, and sums with the predictions of the described cluster."""
-        figure = Figure(figsize=(13, 5), layout="constrained")
-        messages, sums = figure.subplots(1, 2)
-        for place, fit in (("inside", self.found.inside), ("across", self.found.across)):
-            if fit is None:
-                continue
-            times_s = self.samples.of("ping", place)
-            colour = f"C{list(LEVELS).index(place)}"
-            for num_bytes, samples_s in times_s.items():
-                messages.plot([num_bytes] * len(samples_s), [1e3 * t for t in samples_s], ".", color=colour, alpha=0.4)
-            label = f"{LEVELS[place]}: {1e6 * fit.latency_s:.3g} us + bytes / {fit.bytes_per_s / 1e9:.3g} GB/s"
-            messages.plot(list(times_s), [1e3 * fit.seconds(n) for n in times_s], color=colour, label=label)
-        messages.set_title("messages: samples, and the line")
+    def _draw_messages(self, axes: Axes) -> None:
+        rates = []
+        for number, (place, fit) in enumerate((("inside", self.found.inside), ("across", self.found.across))):
+            if fit is not None:
+                times_s = self.samples.of("ping", place)
+                for num_bytes, samples_s in times_s.items():
+                    axes.plot([num_bytes] * len(samples_s), samples_s, ".", color=SERIES[number], alpha=0.4)
+                axes.plot(list(times_s), [fit.seconds(n) for n in times_s], color=SERIES[number], label=LEVELS[place])
+                rates.append(f"{fit.bytes_per_s / 1e9:.3g} GB/s {LEVELS[place]}")
+        axes.set_title(f"Messages: {', '.join(rates)}")
+        axes.set_xlabel("dots: samples; lines: latency + bytes / rate")
+
+    def _draw_sums(self, axes: Axes) -> None:
         for number, name in enumerate(dict.fromkeys(one.algorithm for one in self.found.sums)):
             points = sorted((s.num_bytes, s.measured_s, s.predicted_s) for s in self.found.sums if s.algorithm == name)
-            sizes = [num_bytes for num_bytes, *_ in points]
-            sums.plot(sizes, [1e3 * measured_s for _, measured_s, _ in points], "o", color=f"C{number}", label=name)
-            sums.plot(sizes, [1e3 * predicted_s for *_, predicted_s in points], "--", color=f"C{number}")
-        sums.set_title("sums: measured (points), and by the description (dashed)")
-        for axes in (messages, sums):
-            axes.set_xscale("log", base=2)
+            sizes, measured_s, predicted_s = zip(*points, strict=True)
+            axes.plot(sizes, measured_s, "o", color=SERIES[number % len(SERIES)])
+            axes.plot(sizes, predicted_s, "--", color=SERIES[number % len(SERIES)], label=name.replace("_", " "))
+        axes.set_title(f"Sums: predicted {self.found.typical_error:.1%} off at the median")
+        axes.set_xlabel("dots: measured; dashed: predicted")
+
+    def panels(self) -> list[Panel]:
+        """Return messages with their lines, and sums with the predictions of the described cluster."""
+
+        def log(draw: Callable[[Axes], None], axes: Axes) -> None:
+            axes.set_xscale("log")
             axes.set_yscale("log")
-            axes.set_xlabel("bytes")
-            axes.set_ylabel("ms")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
-        figure.suptitle(self.about)
-        return figure
+            draw(axes)
+            in_units(axes, x="B", y="s")
+
+        return [(partial(log, draw), 280) for draw in (self._draw_messages, self._draw_sums)]
 
 
 def _row(name: str, fit: LineFit, consent_s: float | None) -> str:

@@ -22,13 +22,13 @@ from torch import nn
 
 from lightning_hybrid.checks import first_line
 from lightning_hybrid.comm import CommPlan, Topology, host_identity
-from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
-from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli import config_check
 from recipes.cli.ranges import Count, Positive, Ranks
 from recipes.cli.usage import command
 from recipes.cli.world import num_ranks
+from recipes.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
+from recipes.planning.calibration.overhead_fit import MeasuredSetup
 from recipes.planning.layers import layers_of, measured_work, work_of
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report import html_page
+from lightning_hybrid.callbacks.run_report.figure import Panel, in_units
 from recipes.cli.results import write_json
 from recipes.cli.usage import command
 
 FILES = ("summary.json", "curves.json")
+# Title, metric, unit, whether it is drawn over time too.
 PANELS = (
-    ("training loss", m.TRAIN_LOSS),
-    ("validation loss", m.VAL_LOSS),
-    ("validation accuracy", m.VAL_ACC),
-    ("learning rate", m.TRAIN_LR),
-    ("images per second", m.IMAGES_PER_S),
+    ("Training loss", m.TRAIN_LOSS, "", True),
+    ("Validation loss", m.VAL_LOSS, "", True),
+    ("Validation accuracy", m.VAL_ACC, "", True),
+    ("Learning rate", m.TRAIN_LR, "", False),
+    ("Images per second", m.IMAGES_PER_S, "", False),
 )
+MOST_POINTS = 80  # of a curve in a picture: a noisy loss is drawn as means of several
 _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
 """Keys that hold where a run was written: they differ between any two."""
 
@@ -169,61 +173,77 @@ def text_table(runs: Sequence[Run]) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def picture(runs: Sequence[Run]) -> Figure:
-    """Draw each curve over steps in the upper row, over seconds in the lower."""
-    figure = Figure(figsize=(4.5 * len(PANELS), 8), layout="constrained")
-    panels = figure.subplots(2, len(PANELS))
-    for column, (title, name) in enumerate(PANELS):
-        by_step, by_time = panels[0][column], panels[1][column]
-        by_step.set_title(title)
-        _draw(by_step, "step", [(run.name, run.curves.get(name, [])) for run in runs])
-        _draw(by_time, "seconds of training and validation", [(run.name, run.over_time(name)) for run in runs])
-    legends = [axes.get_legend_handles_labels() for axes in panels.flat]
-    handles = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
-    if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncol=min(4, len(runs)))
-    return figure
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """Return a panel for each curve that was measured over steps, and for losses and accuracy over time."""
+    panels = list[Panel]()
+    for title, name, unit, is_timed in PANELS:
+        by_step = {run.name: run.curves.get(name, []) for run in runs}
+        best = m.METRICS[name].best
+        found = {run.name: run.summary["best"][name] for run in runs if name in run.summary["best"]}
+        if best and len(set(found.values())) > 1:
+            title = f"{title}: best in {(max if best == 'max' else min)(found, key=lambda run: found[run])}"
+        if any(by_step.values()):
+            panels.append((partial(_draw, title, "step", "", unit, by_step), 220))
+            by_time = {run.name: run.over_time(name) for run in runs} if is_timed else {}
+            if any(by_time.values()):
+                panels.append((partial(_draw, title, "training and validation", "s", unit, by_time), 220))
+    return panels
 
 
-def _draw(axes: Axes, label: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> None:
+def _draw(
+    title: str, label: str, x: str, y: str, curves: Mapping[str, Sequence[tuple[float, float]]], axes: Axes
+) -> None:
+    axes.set_title(title)
     axes.set_xlabel(label)
-    axes.grid(alpha=0.3)
-    for index, (name, points) in enumerate(curves):
-        if points:
-            places, values = zip(*points, strict=True)
-            marker = "o" if len(points) < 40 else ""
-            axes.plot(places, values, marker=marker, markersize=3, label=name, color=f"C{index % 10}")
-    if not any(points for _, points in curves):
-        axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+    in_units(axes, x=x, y=y)
+    for name, points in curves.items():
+        size = -(-len(points) // MOST_POINTS)
+        groups = [points[at : at + size] for at in range(0, len(points), size or 1)]
+        means = [[statistics.fmean(values) for values in zip(*group, strict=True)] for group in groups]
+        places, values = ([mean[i] for mean in means] for i in (0, 1))
+        axes.plot(places, values, marker="o" if len(means) < 40 else "", label=name)
 
 
-def html(runs: Sequence[Run], png: bytes, *, title: str) -> str:
-    """Format the page: picture, final metrics, differing keys, the runs' folders."""
+def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return a row for each final metric in its unit, what has a best first, and the best of each row marked."""
+    rows = []
+    for name, values in final_metrics(runs).items():
+        known = m.metric_of(name.removesuffix(", best"))
+        best = {None: None, "max": max, "min": min}[None if known is None else known.best]
+        there = [value for value in values if value is not None]
+        cells = [html_page.format_value(value, "1" if known is None else known.unit) for value in values]
+        if best is not None and len(set(there)) > 1:
+            winner = best(there)
+            pairs = zip(cells, values, strict=True)
+            cells = [html_page.Good(f"{cell} (best)") if value == winner else cell for cell, value in pairs]
+        rows.append((best is None, (name, *cells)))
+    return [row for _, row in sorted(rows, key=lambda each: each[0])]
+
+
+def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
+    """Format the page: differing keys, final metrics, pictures, the runs' folders."""
     names = [run.name for run in runs]
-    metrics = [(name, *values) for name, values in final_metrics(runs).items()]
     differing = [(key, *values) for key, values in differing_keys(runs).items()]
     same = "The configurations are the same." if all(run.config for run in runs) else "Not every run saved its own."
-    folders = [(run.name, run.folder, run.summary.get("environment", {}).get("commit")) for run in runs]
+    folders = [(run.name, run.summary.get("environment", {}).get("commit"), run.folder) for run in runs]
     sections = [
-        html_page.png_picture(png, alt="curves of all runs over steps and over seconds"),
-        html_page.section("Final metrics", html_page.table(["metric", *names], metrics)),
         html_page.section(
             "Differing keys", html_page.table(["key", *names], differing) if differing else html_page.paragraph(same)
         ),
-        html_page.section("Runs", html_page.table(["name", "folder", "commit"], folders)),
+        html_page.section("Final metrics", html_page.table(["metric", *names], marked_metrics(runs))),
+        html_page.section("Curves", html_page.pictures(panels)),
+        html_page.section("Runs", html_page.table(["name", "commit", "folder"], folders)),
     ]
     return html_page.page(title, sections)
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:
-    """Write `report.html`, which needs no other file, `report.png` and `report.json` into `folder`."""
+    """Write `report.html`, which needs no other file, and `report.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    png = html_page.png_of(picture(runs))
     content = {
         "runs": [{"name": run.name, "folder": str(run.folder)} for run in runs],
         "final_metrics": final_metrics(runs),
         "differing_keys": differing_keys(runs),
     }
-    (folder / "report.png").write_bytes(png)
     write_json(folder / "report.json", content)
-    (folder / "report.html").write_text(html(runs, png, title=title))
+    (folder / "report.html").write_text(html(runs, panels_of(runs), title=title))

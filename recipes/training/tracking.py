@@ -163,6 +163,17 @@ def _begin_wandb(trainer: pl.Trainer, logger: Any) -> None:
             callback.run_id = run.id
 
 
+@rank_zero_only
+def send_report(trainer: pl.Trainer, run_dir: str) -> None:
+    """Give W&B the page of the run as an artifact, where it is online: offline it would copy it next to itself."""
+    page = Path(run_dir, "run.html")
+    for logger in trainer.loggers:
+        if type(logger).__name__ == "WandbLogger" and page.exists():
+            run = cast(Any, logger).experiment
+            if not (run.disabled or run.offline):
+                run.log_artifact(str(page), name=f"report-{run.id}", type="report")
+
+
 @contextmanager
 def _words_for_wandb() -> Iterator[None]:
     try:

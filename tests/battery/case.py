@@ -1,13 +1,9 @@
 """How a case of the batteries is run: under Lightning's own `ddp`, and under `hybrid_allreduce`.
 
-A row of `ordinary` is a LightningModule with data, written as users write theirs, that knows nothing of where it runs.
-`Row` is the plainest of them; a row says what it does otherwise, in a line of its table or in a class:
-
-    "Positional": row(adds=values(position=zeros), forward=lambda self, x: self.net(x + self.position)),
-
-It is trained, and `judge.judge` compares what is left. A behaviour of `as_ddp` is a function of a `Run`: it makes
-trainers, does something with them and returns what it has seen, which must be equal once `judge.plain` has made it
-comparable.
+A row of `ordinary` is a LightningModule with data, written as users write theirs. `Row` is the plainest of them; a row
+says what it does otherwise, in a line of its table or in a class. It is trained, and `judge.judge` compares what is
+left. A behaviour of `as_ddp` is a function of a `Run` that returns what it has seen, which must be equal once
+`judge.plain` has made it comparable.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
@@ -45,30 +40,21 @@ from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 STRATEGIES = ("ddp", "hybrid_allreduce")
 ORDINARY = ("models", "layers", "state", "optimizers", "loops", "loaders", "callbacks")
-AS_DDP = ("fits", "trainers", "endings", "loaders", "modules", "strategies", "checkpoints", "callbacks")
+AS_DDP = ("fits", "trainers", "endings", "strategies", "checkpoints")
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
-MIXED = ("16-mixed", "bf16-mixed")
 
 HALF_SHOWS = dict.fromkeys(HALF, "keeps trained parameters in half precision")
 """What a row is refused with that needs a trained parameter in fp32; the words name a cure."""
 
 FIRST_SCALE = 2.0**8
-"""Of the loss, which then changes as ever. From the usual 65,536 down, the first steps of many rows would be skipped,
-as they are under mixed precision: a curve that is late says nothing of what is looked for here."""
+"""Of the loss: from the usual 65,536 down, the first steps of many rows would be skipped, as under mixed precision."""
 
 ROUNDINGS = 8
 """How many roundings of the largest loss may add up, all to one side: four (weight, input, activation, gradient) in
-each of two layers. Most rows need one. Rows with more layers, or whose steps turn on a sign or a tie, say how many they
-need. What is lost in silence (a gradient, a batch, a buffer) costs hundreds in fp16."""
+each of two layers. What is lost in silence (a gradient, a batch, a buffer) costs hundreds in fp16."""
 
 
-def num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+num_ranks, barrier = dist.get_world_size, dist.barrier  # all runs in ranks of the pool
 
 
 def leave() -> None:
@@ -105,7 +91,6 @@ class Row(pl.LightningModule):
     roundings = ROUNDINGS
     refused: dict[str, str] = {}  # precision -> words of the error with which it is refused
     different: dict[str, str] = {}  # precision -> words of what is, on purpose, not as under `ddp`
-    mixed_fails: dict[str, str] = {}  # precision -> words of what is wrong under Lightning's mixed precision
     parts: dict[str, Callable[[], Any]] = {
         "net": lambda: nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
     }
@@ -188,9 +173,9 @@ def train(name: str, strategy: str, precision: str) -> judge.Result:
             module = kind()
             result.start = toy.weights(module)
             result.trained = [n for n, p in module.named_parameters() if p.requires_grad]
-            settings = {"max_epochs": kind.epochs, **precision_settings(precision), **kind.settings}
+            settings = {"max_epochs": kind.epochs, "precision": precision, **kind.settings}
             trainer = toy.trainer(strategy=strategy_of(strategy, precision, kind.find_unused), **settings)
-            torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+            torch.manual_seed(1 + dist.get_rank())
             trainer.fit(module)
             module.after_fit()
             result.losses, result.facts, result.state = module.losses, module.facts, toy.weights(module)
@@ -208,14 +193,6 @@ def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
         return DDPStrategy(find_unused_parameters=find_unused)
     scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
     return HybridAllReduceStrategy(loss_scale=scale, find_unused_parameters=find_unused)
-
-
-def precision_settings(precision: str) -> dict[str, Any]:
-    """`precision=`, but for fp16 by autocast: on a CPU Lightning would make it bf16."""
-    if precision != "16-mixed":
-        return {"precision": precision}
-    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
 
 
 # ---- behaviours ------------------------------------------------------------------------------------------------------

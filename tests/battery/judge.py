@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-UNIT = {"16-true": 2.0**-11, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
+UNIT = {"16-true": 2.0**-11, "bf16-true": 2.0**-8}
 """The relative error of one rounding."""
 
 WAY = 4
 """How many times as far, as part of their way, weights and buffers may be from those of fp32 as losses are: steps
-cancel each other in part, their roundings do not, and optimizers that divide by a gradient's size make those of small
-ones large."""
+cancel each other in part, their roundings do not."""
 
 OWN_NAMES = re.compile(
     r"HybridAllReduceStrategy|DDPStrategy|hybrid_allreduce|\bddp\b|DurableCheckpointIO|TorchCheckpointIO"

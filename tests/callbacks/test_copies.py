@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import copy
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_hybrid import Comm, DurableCheckpointIO, HybridAllReduceStrategy
+from lightning_hybrid import Comm, DurableCheckpointIO
 from lightning_hybrid import callbacks as own
 from recipes.training.callbacks.seed_each_step import SeedEachStep
 from tests import toy
+from tests.scenes import at, fit, same
 
 
-class Copies(pl.Callback):
-    def __init__(self):
-        self.num_copies = 0
-
-    def on_fit_start(self, trainer, module):
-        copied = copy.deepcopy(trainer)
-        assert [type(one) for one in copied.callbacks] == [type(one) for one in copy.deepcopy(trainer.callbacks)]
-        assert copied.callbacks[0] is not trainer.callbacks[0]
-        self.num_copies += 1
-
-    def on_train_batch_end(self, trainer, module, *_):
-        self.on_fit_start(trainer, module)
+def copied(trainer, *_):
+    one = copy.deepcopy(trainer)
+    names = [[type(each).__name__ for each in callbacks] for callbacks in (one.callbacks, trainer.callbacks)]
+    assert names[0] == names[1]
+    assert one.callbacks[0] is not trainer.callbacks[0]
+    return True
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path, precision):
-    kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck)
-    report = own.RunReport(str(tmp_path))
-    copies = Copies()
-    trainer = toy.trainer(
-        strategy=HybridAllReduceStrategy(comm=Comm(tune="on"), checkpoint_io=DurableCheckpointIO(in_background=True)),
-        precision=precision,
-        callbacks=[report, *(kind() for kind in kinds), own.StopOnSignal(), SeedEachStep(0), copies],
+    kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck, own.StopOnSignal)
+    copies = at(on_fit_start=copied, on_train_batch_end=copied)
+    scene = {"train": toy.loader(32), "precision": precision, "max_epochs": 1}
+    found = fit(
+        comm=Comm(tune="on"),
+        checkpoint_io=DurableCheckpointIO(in_background=True),
+        callbacks=[own.RunReport(str(tmp_path)), *(kind() for kind in kinds), SeedEachStep(0), copies],
         logger=CSVLogger(tmp_path),
-        max_epochs=1,
+        **scene,
     )
-    trainer.fit(module := toy.Toy(), toy.loader(32))
-    assert copies.num_copies == 5
-    alone = toy.Toy()
-    toy.trainer(precision=precision, max_epochs=1, callbacks=[SeedEachStep(0)]).fit(alone, toy.loader(32))
-    assert toy.same_bits(toy.weights(module), toy.weights(alone)), "a copy changes nothing"
+    assert list(map(len, found.looks.values())) == [1, 4]
+    assert same(found.weights, fit(callbacks=[SeedEachStep(0)], **scene).weights), "a copy changes nothing"

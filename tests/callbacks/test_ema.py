@@ -18,6 +18,10 @@ DECAY = 0.75  # exact in binary, and far from 0 and 1
 NUM_PARAMETERS = len(list(toy.Toy().parameters()))
 
 
+def tensors_of(module):
+    return [*module.parameters(), *module.buffers()]
+
+
 class ByHand(pl.Callback):
     """The average of the masters after every step, in fp32 and in torch's own order of operations."""
 
@@ -27,7 +31,7 @@ class ByHand(pl.Callback):
     def on_train_batch_end(self, trainer, module, *_):
         masters = getattr(trainer.precision_plugin, "masters", None)
         now = []
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors_of(module):
             pair = None if masters is None else masters.pair_of(tensor)
             now.append((tensor if pair is None else pair.master).detach().clone())
         if self.average is None:
@@ -38,15 +42,14 @@ class ByHand(pl.Callback):
 
     def on_validation_epoch_end(self, trainer, module):
         """What validation saw: called before the average's own hook, which takes it away again."""
-        self.validated.append([tensor.detach().clone() for tensor in (*module.parameters(), *module.buffers())])
+        self.validated.append([tensor.detach().clone() for tensor in tensors_of(module)])
 
 
-def averaged(precision, ema=MasterWeightAveraging, validate=True):
+def averaged(precision):
     """By hand, what validation last saw and the last step's average, and what the module holds in the end."""
     by_hand = ByHand()
-    module = fit(more=[by_hand, ema(decay=DECAY)], precision=precision, validate=validate)[1]
-    left = [tensor.detach().clone() for tensor in (*module.parameters(), *module.buffers())]
-    return by_hand.average, by_hand.validated, left
+    module = fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], precision=precision)[1]
+    return by_hand.average, by_hand.validated, [tensor.detach().clone() for tensor in tensors_of(module)]
 
 
 @pytest.mark.sampled(2)
@@ -58,12 +61,6 @@ def test_the_average_is_that_of_the_masters_to_the_bit(two_ranks, precision):
         for index, (tensor, validation, end) in enumerate(zip(average, validated[-1], left, strict=True)):
             assert torch.equal(end, tensor)  # fp32, also where the model was fp16
             assert torch.equal(validation, tensor.to(validation.dtype)) or (rank > 0 and index >= NUM_PARAMETERS)
-
-
-def test_lightnings_own_average_would_be_rounded(two_ranks):
-    """Why ours exists. If this fails, Lightning has learnt it and ours can go."""
-    average, _, left = two_ranks.run(averaged, "16-true", pl.callbacks.EMAWeightAveraging)[0]
-    assert any(not torch.equal(tensor, end) for tensor, end in zip(average, left, strict=True))
 
 
 def test_training_is_not_moved_by_it(two_ranks):

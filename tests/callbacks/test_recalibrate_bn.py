@@ -15,8 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
 from lightning_hybrid.callbacks.recalibrate_bn import _Statistics
+from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.digits import DigitsDataModule
 from tests import toy
+from tests.scenes import same
+
+NUM_IMAGES = 256
 
 
 class Digits(pl.LightningModule):
@@ -46,24 +50,26 @@ class Digits(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def run(callbacks, precision="32-true", accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
+def run(callbacks, accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
     module = Digits(dropout)
     torch.manual_seed(1)
     data = DigitsDataModule(global_batch_size=64, seed=3)
     settings = {"use_distributed_sampler": False, "num_sanity_val_steps": 1, "limit_train_batches": 4}
-    settings |= {"precision": precision, "max_epochs": epochs, "accumulate_grad_batches": accumulate}
+    settings |= {"max_epochs": epochs, "accumulate_grad_batches": accumulate}
     trainer = toy.trainer(callbacks=callbacks, **settings)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer, module, data
 
 
-def seen_by_validation(accumulate, num_images=512, precision="32-true"):
-    trainer, module, _ = run([RecalibrateBatchNorm(num_images)], accumulate=accumulate, precision=precision)
-    weights = {name: value for name, value in module.net.state_dict().items() if "running" not in name}
-    return module.seen, weights, {name: float(value) for name, value in trainer.callback_metrics.items()}
+def seen_by_validation(accumulate, averages=False):
+    """What each validation saw, what the module holds in the end, and what was logged."""
+    callbacks = [*[MasterWeightAveraging(decay=0.5)] * averages, RecalibrateBatchNorm(NUM_IMAGES)]
+    trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=1 if averages else 2)
+    end = {name: value.clone() for name, value in module.net.state_dict().items()}
+    return module.seen, end, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def ghost_batches(seen, ghost, num_images):
+def assert_statistics_are_of_ghost_batches(seen, ghost):
     """Mean and variance of both layers, over ghost batches taken one by one, float64."""
     data = DigitsDataModule(global_batch_size=64, seed=3)
     data.setup("fit")
@@ -75,19 +81,15 @@ def ghost_batches(seen, ghost, num_images):
     for index in inputs:
         net[index].train()
         net[index].register_forward_pre_hook(lambda _, args, index=index: inputs[index].append(args[0]))
-    from lightning_hybrid.data.prefetch import prefetch
-
     loader = iter(prefetch(data.train_dataloader(), torch.device("cpu"), None))
     with torch.no_grad():
-        for _ in range(num_images // ghost):
+        for _ in range(NUM_IMAGES // ghost):
             images = next(loader)[0]
             assert len(images) == ghost
             net(images.double())
-    return {
-        f"{index}.running_{name}": value
-        for index, own in inputs.items()
-        for name, value in zip(("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True)
-    }
+    for index, own in inputs.items():
+        for name, value in zip(("var", "mean"), torch.var_mean(torch.cat(own), dim=(0, 2, 3)), strict=True):
+            torch.testing.assert_close(seen[f"{index}.running_{name}"].double(), value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("accumulate", "ghost"), [(1, 64), (4, 16)])
@@ -95,9 +97,14 @@ def test_validation_sees_the_statistics_of_one_pass_over_the_images_in_ghost_bat
     ((seen, _, measured),) = one_rank.run(seen_by_validation, accumulate)
     assert len(seen) == 3
     for one in seen[1:]:  # the first is Lightning's look before training, which costs no pass
-        for name, value in ghost_batches(one, ghost, 512).items():
-            torch.testing.assert_close(one[name].double(), value, rtol=1e-4, atol=1e-5)
+        assert_statistics_are_of_ghost_batches(one, ghost)
     assert measured["time/recalibration_s"] > 0
+
+
+def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
+    ((seen, end, _),) = one_rank.run(seen_by_validation, 1, True)
+    assert_statistics_are_of_ghost_batches(seen[-1], 64)
+    assert all(torch.equal(end[name], value) for name, value in seen[-1].items())  # in the end the module has both
 
 
 def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_ranks):
@@ -133,19 +140,6 @@ def untrained(accumulate):
     trainer = toy.trainer(callbacks=callback, accumulate_grad_batches=accumulate, use_distributed_sampler=False)
     trainer.test(module, data, verbose=False)
     return module.seen[0]
-
-
-def trained(with_callback, precision):
-    callbacks = [RecalibrateBatchNorm(128)] if with_callback else []
-    _, module, _ = run(callbacks, precision=precision)
-    return {name: value for name, value in module.net.state_dict().items() if "running" not in name}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-true"])
-def test_training_has_the_same_bits_with_and_without(two_ranks, precision):
-    """Dropout and the order of images draw random numbers."""
-    (with_it, _), (without, _) = two_ranks.run(trained, True, precision), two_ranks.run(trained, False, precision)
-    assert all(torch.equal(with_it[name], without[name]) for name in with_it)
 
 
 class FineTuned(toy.Toy):
@@ -229,47 +223,35 @@ def loader_of(kind):
     return DataLoader(data, 8, shuffle=True, **more)
 
 
-def with_and_without(kind):
+def with_and_without(kind, precision):
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
         module = FineTuned("never")
         torch.manual_seed(1)
-        trainer = toy.trainer(
-            callbacks=callbacks, use_distributed_sampler=False, val_check_interval=3, num_sanity_val_steps=0
-        )
-        trainer.fit(module, loader_of(kind), toy.loader())
-        ends.append({name: value.clone() for name, value in module.named_parameters()} | {"losses": module.losses})
-    return ends[0].pop("losses") == ends[1].pop("losses") and toy.same_bits(*ends)
+        settings = {"use_distributed_sampler": False, "val_check_interval": 3, "num_sanity_val_steps": 0}
+        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(module, loader_of(kind), toy.loader())
+        state = {name: value for name, value in toy.weights(module).items() if "running" not in name}
+        ends.append([state, module.losses])
+    return same(*ends)
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize("kind", ["global numbers", "loader", "sampler", "batch sampler", "workers"])
 def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank, kind):
     """A pass in the middle of an epoch draws from the generators of loader, samplers and process."""
-    assert one_rank.run(with_and_without, kind) == [True]
+    assert one_rank.run(with_and_without, kind, "32-true") == [True]
 
 
-def averaged():
-    trainer, module, _ = run([MasterWeightAveraging(decay=0.5), RecalibrateBatchNorm(128)])
-    average = trainer.callbacks[0]
-    end = {name: value.clone() for name, value in module.net.state_dict().items()}
-    assert average is not None
-    return module.seen[-1], end
-
-
-def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
-    ((seen, end),) = one_rank.run(averaged)
-    for name, value in ghost_batches(seen, 64, 128).items():
-        torch.testing.assert_close(seen[name].double(), value, rtol=1e-4, atol=1e-5)
-        assert torch.equal(end[name], seen[name])  # the module holds the average in the end, with them
+def test_training_in_half_precision_has_the_same_bits_with_and_without(two_ranks):
+    assert two_ranks.run(with_and_without, "global numbers", "16-true") == [True, True]
 
 
 def resumed(folder):
     # Without dropout: Lightning restores no random state.
-    _, whole, _ = run([RecalibrateBatchNorm(128)], epochs=3, dropout=0.0)
-    trainer, _, _ = run([RecalibrateBatchNorm(128)], epochs=2, dropout=0.0)
+    _, whole, _ = run([RecalibrateBatchNorm(128)], dropout=0.0)
+    trainer, _, _ = run([RecalibrateBatchNorm(128)], epochs=1, dropout=0.0)
     trainer.save_checkpoint(path := f"{folder}/some.ckpt")
-    _, again, _ = run([RecalibrateBatchNorm(128)], epochs=3, dropout=0.0, ckpt_path=path)
+    _, again, _ = run([RecalibrateBatchNorm(128)], dropout=0.0, ckpt_path=path)
     return whole.net.state_dict(), again.net.state_dict()
 
 
@@ -285,30 +267,20 @@ class WithoutForward(Digits):
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
 
-def without_forward(callback):
-    settings = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
-    trainer = toy.trainer(callbacks=callback, **settings)
-    trainer.fit(WithoutForward(), DigitsDataModule(global_batch_size=64, seed=3))
+SHORT = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
 
 
-def test_a_module_without_forward_is_told_what_to_give(one_rank):
-    with pytest.raises(
-        Exception, match=r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
-    ):
-        one_rank.run(without_forward, RecalibrateBatchNorm(64))
-    one_rank.run(without_forward, RecalibrateBatchNorm(64, forward=run_net))
+def test_a_module_without_forward_is_told_what_to_give():
+    data = DigitsDataModule(global_batch_size=64, seed=3)
+    words = r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
+    with pytest.raises(Exception, match=words):
+        toy.trainer(callbacks=RecalibrateBatchNorm(64), **SHORT).fit(WithoutForward(), data)
+    given = RecalibrateBatchNorm(64, forward=lambda module, batch: module.net(batch[0]))
+    toy.trainer(callbacks=given, **SHORT).fit(WithoutForward(), data)
 
 
-def run_net(module, batch):
-    return module.net(batch[0])
-
-
-def without_data():
+def test_without_training_data_it_says_so():
     module = Digits()
     module.test_dataloader = lambda: DataLoader(toy.Blobs(8))
-    toy.trainer(callbacks=RecalibrateBatchNorm()).test(module, DataLoader(toy.Blobs(8)), verbose=False)
-
-
-def test_without_training_data_it_says_so(one_rank):
     with pytest.raises(Exception, match=r"`callbacks=recalibrate_bn` needs training data .* found none"):
-        one_rank.run(without_data)
+        toy.trainer(callbacks=RecalibrateBatchNorm()).test(module, DataLoader(toy.Blobs(8)), verbose=False)

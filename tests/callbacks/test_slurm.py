@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from lightning_hybrid.checkpoint import io as checkpoint_io
 from lightning_hybrid.checkpoint.file import check_whole
 from tests import toy
 from tests.callbacks.test_stop_on_signal import Signals
+from tests.scenes import at
 
 SCONTROL = """#!/bin/sh
 echo "$@: $(cd {folder} && ls *.ckpt 2>/dev/null)" >> {folder}/requests
@@ -44,13 +44,12 @@ def requests(folder: Path) -> list[str]:
     return (folder / "requests").read_text().splitlines() if (folder / "requests").exists() else []
 
 
-class SignalsInTest(pl.Callback):
-    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if batch_idx == 0:
-            signal.raise_signal(signal.SIGUSR1)
+def signals(trainer, module, batch, batch_idx, dataloader_idx=0):
+    if batch_idx == 0:
+        signal.raise_signal(signal.SIGUSR1)
 
 
-def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False, slow_disk=False):
+def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False):
     """What ended each rank, and after which step; the ranks are tasks of job 17."""
     world_size, own = dist.get_world_size(), dist.get_rank()
     variables = {"NTASKS": world_size, "NTASKS_PER_NODE": world_size, "NNODES": 1, "NODEID": 0, "JOB_ID": 17}
@@ -62,11 +61,13 @@ def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False, slow_disk=False
             patch.setenv(name, "localhost" if name.endswith("ADDR") else "1")
         patch.setenv("PATH", f"{folder}/bin", prepend=":")
         strategy = HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=True))
-        if slow_disk:
-            write = checkpoint_io.write_checkpoint
-            patch.setattr(checkpoint_io, "write_checkpoint", lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)))
+        write = checkpoint_io.write_checkpoint  # to a slow disk
+        patch.setattr(checkpoint_io, "write_checkpoint", lambda *args, **kw: (time.sleep(0.5), write(*args, **kw)))
         trainer = toy.trainer(
-            callbacks=[StopOnSignal(folder), SignalsInTest() if in_test else Signals(rank, step=5, number=number)],
+            callbacks=[
+                StopOnSignal(folder),
+                at(on_test_batch_start=signals) if in_test else Signals(rank, step=5, number=number),
+            ],
             default_root_dir=folder,
             strategy=strategy,
             max_epochs=0 if in_test else 3,
@@ -82,17 +83,13 @@ def in_a_job(folder, rank, number=signal.SIGUSR1, in_test=False, slow_disk=False
         return "went on", trainer.global_step
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again(two_ranks, folder, rank):
-    assert two_ranks.run(in_a_job, str(folder), rank) == [(143, 6), (143, 6)]
+def test_a_job_near_its_end_stops_between_two_steps_and_is_queued_again_once_the_disk_has_its_checkpoint(
+    two_ranks, folder
+):
+    """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
+    assert two_ranks.run(in_a_job, str(folder), 1) == [(143, 6), (143, 6)]
     assert requests(folder) == ["requeue 17: stopped.ckpt"]  # and Lightning's own hpc_ckpt_1.ckpt is not there
     assert check_whole(folder / "stopped.ckpt")
-
-
-def test_the_job_is_queued_after_the_disk_has_the_checkpoint(one_rank, folder):
-    """`scontrol requeue` has SLURM kill the job some seconds later, whatever is being written."""
-    assert one_rank.run(in_a_job, str(folder), 0, signal.SIGUSR1, False, True) == [(143, 6)]
-    assert requests(folder) == ["requeue 17: stopped.ckpt"]
 
 
 def test_a_job_that_is_told_to_end_is_not_queued_again(one_rank, folder):

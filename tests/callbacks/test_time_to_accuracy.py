@@ -25,21 +25,14 @@ class Rises(Module):
         self.log("rises", (self.current_epoch + 1) / 4 if rises else 0.0)
 
 
-def reached(options):
+def reached(options, path=None, resumed_at=None, everywhere=True):
     """Logged rows, steps made, the callback's own sentence, and what it reached."""
-    run_dir, resumed_at = options.pop("run_dir", None), options.pop("resumed_at", None)
-    everywhere = options.pop("everywhere", True)
-    module = Rises()
+    options, module = {"target": 0.5, "monitor": "rises"} | options, Rises()
     module.everywhere = everywhere
-    options = {"target": 0.5, "monitor": "rises"} | options
     if resumed_at is not None:
-        path = f"{run_dir}/some.ckpt"
         fit(more=[TimeToAccuracy(**options)], module=Rises(), max_epochs=resumed_at)[2].save_checkpoint(path)
-        options_of_fit = {"ckpt_path": path}
-    else:
-        options_of_fit = {}
     event = TimeToAccuracy(**options)
-    logger, _, trainer = fit(more=[event], module=module, max_epochs=3, **options_of_fit)
+    logger, _, trainer = fit(more=[event], module=module, max_epochs=3, ckpt_path=path)
     names = (m.TIME_TO_ACCURACY_TRAIN_S, m.TIME_TO_ACCURACY_TOTAL_S, m.TIME_TO_ACCURACY_STEP)
     return [logger.column(name) for name in names], trainer.global_step, event.describe(), event.reached
 
@@ -63,7 +56,7 @@ def test_a_loss_reaches_its_target_from_above(two_ranks):
 
 @pytest.mark.parametrize("at", [1, 2], ids=["before the target", "after it"])
 def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
-    columns, _, _, event = two_ranks.run(reached, {"run_dir": str(tmp_path), "resumed_at": at})[0]
+    columns, _, _, event = two_ranks.run(reached, {}, f"{tmp_path}/some.ckpt", at)[0]
     assert event == {
         m.TIME_TO_ACCURACY_TRAIN_S: 8 * STEP_S,
         m.TIME_TO_ACCURACY_TOTAL_S: 8 * STEP_S + 2 * VALIDATION_S,
@@ -74,9 +67,8 @@ def test_a_resumed_run_goes_on_with_the_clock(two_ranks, tmp_path, at):
 
 def test_one_rank_alone_does_not_stop(two_ranks):
     """Each rank has a value of its own; with `stop` on one rank only the others would wait for it for ever."""
-    assert [(step, event) for _, step, _, event in two_ranks.run(reached, {"everywhere": False, "stop": True})] == [
-        (12, None)
-    ] * 2
+    found = two_ranks.run(reached, {"stop": True}, None, None, False)
+    assert [(step, event) for _, step, _, event in found] == [(12, None)] * 2
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):

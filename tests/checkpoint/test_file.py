@@ -28,9 +28,6 @@ def step_in(path):
     return DurableCheckpointIO().load_checkpoint(path)["global_step"]
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
 def test_anybody_reads_the_file(tmp_path):
     path = tmp_path / "some.ckpt"
     cf.write_checkpoint(WHOLE, path)
@@ -66,25 +63,20 @@ def test_a_truncated_file_is_named(tmp_path, length, ours):
         DurableCheckpointIO().load_checkpoint(path)
 
 
-def test_a_flipped_bit_anywhere_is_found(tmp_path):
+def test_a_flipped_bit_anywhere_and_a_byte_more_are_found(tmp_path):
     """Every 97th byte, and each of the last 150: weights, pickle, directory of the archive, its end, the checksum."""
     path = tmp_path / "flipped.ckpt"
     cf.write_checkpoint(WHOLE, path)
     content = path.read_bytes()
-    for place in {*range(0, len(content), 97), *range(len(content) - 150, len(content))}:
+    for place in (None, *range(0, len(content), 97), *range(len(content) - 150, len(content))):
         hurt = bytearray(content)
-        hurt[place] ^= 1 << (place % 8)
+        if place is None:
+            hurt += b"\0"
+        else:
+            hurt[place] ^= 1 << (place % 8)
         path.write_bytes(hurt)
         with pytest.raises(DamagedCheckpointError):
             DurableCheckpointIO().load_checkpoint(path)
-
-
-def test_what_is_appended_is_found(tmp_path):
-    path = tmp_path / "longer.ckpt"
-    cf.write_checkpoint(WHOLE, path)
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(DamagedCheckpointError):
-        DurableCheckpointIO().load_checkpoint(path)
 
 
 class Evil:
@@ -103,17 +95,8 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
 
 
 def test_a_checkpoint_that_will_not_load_is_reported_when_it_is_saved(tmp_path):
-    io = DurableCheckpointIO()
-    with pytest.warns(UserWarning, match=r"holds objects \(=tests.checkpoint.test_file.Evil.*weights_only=False"):
-        io.save_checkpoint({"hyper_parameters": {"a": _Own()}}, tmp_path / "own.ckpt")
-
-
-class _Own:
-    def __reduce__(self):
-        return Evil, ("",)
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
+    with pytest.warns(UserWarning, match=r"holds objects \(=.*mkdir.*weights_only=False"):
+        DurableCheckpointIO().save_checkpoint({"hyper_parameters": {"a": Evil("a")}}, tmp_path / "own.ckpt")
 
 
 class Killed(BaseException):

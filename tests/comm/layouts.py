@@ -14,6 +14,7 @@ from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, run_stage
 from lightning_hybrid.comm.plan import Algorithm
+from tests.toy import error_of
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -50,6 +51,37 @@ def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **opti
     topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
     options = {"device": torch.device("cpu"), **options}
     return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
+
+
+class Bucket:
+    """As DistributedDataParallel's, of gradients of `parameters`."""
+
+    def __init__(self, index: int, buffer: Tensor, *parameters: Tensor, is_last: bool) -> None:
+        self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
+        self.parameters = lambda: list(parameters)
+
+
+def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adasum: bool = False) -> str:
+    """What this rank is told where rank 2 hands two buckets of one size over the other way round.
+
+    `is_known`: after steps in which all did either, so that no bucket is new.
+    """
+
+    def step(order: tuple[int, int]) -> None:
+        buckets = [(index, torch.full((40,), 1.0 + index)) for index in order]
+        futures = [
+            engine.submit(flat, bucket_index=i, is_last=i == 2, adasum_numels=(len(flat),) if is_adasum else ())
+            for i, flat in [*buckets, (2, torch.ones(8))]
+        ]
+        for future in futures:
+            future.wait()
+
+    for order in ((0, 1), (1, 0)) if is_known else ():
+        step(order)
+    text = error_of(step, (1, 0) if dist.get_rank() == 2 else (0, 1))
+    text = text or error_of(engine.submit, torch.ones(40), bucket_index=0)  # on streams it is read a step late
+    engine.close()
+    return text
 
 
 def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:

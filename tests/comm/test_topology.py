@@ -10,11 +10,9 @@ from lightning_hybrid.comm.topology import Topology, host_identity, validate_ran
 
 def discover_with(hosts):
     """Each rank says it runs on ``hosts[rank]``."""
-    real, topology_module.host_identity = topology_module.host_identity, lambda: (hosts[dist.get_rank()],)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology_module, "host_identity", lambda: (hosts[dist.get_rank()],))
         return Topology.discover()
-    finally:
-        topology_module.host_identity = real
 
 
 @pytest.mark.parametrize(
@@ -32,11 +30,8 @@ def test_ranks_with_one_identity_share_a_node_whatever_their_order(four_ranks, h
         assert topology == Topology(rank=rank, nodes=nodes)
 
 
-def test_real_processes_of_one_machine_share_a_node(three_ranks):
+def test_real_processes_of_one_machine_share_a_node(one_rank, three_ranks):
     assert three_ranks.run(Topology.discover) == [Topology(rank=rank, nodes=((0, 1, 2),)) for rank in range(3)]
-
-
-def test_one_rank_is_one_node(one_rank):
     assert one_rank.run(Topology.discover) == [Topology(rank=0, nodes=((0,),))]
 
 
@@ -82,12 +77,9 @@ def test_an_explicit_node_size_makes_consecutive_blocks(ranks_per_node):
     assert 4 in topology.node
 
 
-def test_a_node_size_that_does_not_divide_is_refused_with_both_cures():
-    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): ") as error:
+def test_a_node_size_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"^`ranks_per_node` \(=8\) must divide `world_size` \(=12\): "):
         validate_ranks_per_node(world_size=12, ranks_per_node=8)
-    assert "the last node would hold 4 ranks" in str(error.value)
-    assert "`strategy.ranks_per_node`" in str(error.value)
-    assert "`strategy.comm.algorithm=flat`" in str(error.value)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1, 2.0, "2", True])
@@ -96,19 +88,17 @@ def test_a_node_size_that_is_no_count_is_refused(ranks_per_node):
         Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=ranks_per_node)
 
 
-@pytest.mark.parametrize("nodes", [(), ((),), ((0,), ()), ((0, 1), (1, 2)), ((1, 2),), ((0, 2),)])
-def test_nodes_that_are_no_partition_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"^`nodes` .*exactly once"):
-        Topology(rank=0, nodes=nodes)
+NO_PARTITION, OUT_OF_ORDER = r"^`nodes` .*exactly once", r"^`nodes` .*ascending"
 
 
-@pytest.mark.parametrize("nodes", [((1, 0),), ((1,), (0,))])
-def test_nodes_out_of_order_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"^`nodes` .*ascending"):
-        Topology(rank=0, nodes=nodes)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_the_nodes_is_refused(rank):
-    with pytest.raises(ValueError, match=rf"^`rank` \(={rank}\)"):
-        Topology(rank=rank, nodes=((0, 1),))
+@pytest.mark.parametrize(
+    ("rank", "nodes", "message"),
+    [
+        *((0, nodes, NO_PARTITION) for nodes in [(), ((),), ((0,), ()), ((0, 1), (1, 2)), ((1, 2),), ((0, 2),)]),
+        *((0, nodes, OUT_OF_ORDER) for nodes in [((1, 0),), ((1,), (0,))]),
+        *((rank, ((0, 1),), rf"^`rank` \(={rank}\)") for rank in (-1, 2)),
+    ],
+)
+def test_what_is_no_topology_is_refused(rank, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        Topology(rank=rank, nodes=nodes)

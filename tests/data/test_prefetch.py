@@ -45,21 +45,14 @@ class CountingLoader:
         self.num_fetched = state["num_fetched"]
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 2, 5])
-def test_batches_come_once_each_and_in_order(num_batches):
-    batches = [torch.tensor(i) for i in range(num_batches)]
-    ahead = prefetch(batches, CPU)
-    for _ in range(2):
-        assert [int(b) for b in ahead] == list(range(num_batches))
+@pytest.mark.parametrize("num_batches", [0, 1, 5])
+def test_batches_come_once_each_in_order_when_they_are_due_with_the_state_of_each(num_batches):
+    loader = CountingLoader(num_batches)
+    ahead = prefetch(loader, CPU)
     assert len(ahead) == num_batches
-
-
-def test_a_batch_is_asked_for_when_it_is_due():
-    loader = CountingLoader(4)
-    ahead = iter(prefetch(loader, CPU))
-    for due in range(3):
-        assert next(ahead) == due
-        assert loader.num_fetched == due + 1
+    for _ in range(2):
+        seen = [(int(batch), loader.num_fetched, ahead.state_dict()) for batch in ahead]
+        assert seen == [(due, due + 1, {"num_fetched": due + 1}) for due in range(num_batches)]
 
 
 class Refilling:
@@ -102,25 +95,15 @@ def test_which_loaders_read_ahead_themselves(loader, expected):
     assert _reads_ahead(loader) is expected
 
 
-def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out():
+def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the_state_is_of_that():
     """As on CUDA, for a loader that reads ahead itself."""
-    loader = CountingLoader(4)
+    loader, resumed = CountingLoader(4), prefetch(CountingLoader(4), CPU)
     ahead = prefetch(loader, CPU)
     ahead._looks_ahead = True
     iterator = iter(ahead)
     assert (int(next(iterator)), loader.num_fetched, ahead.state_dict()) == (0, 2, {"num_fetched": 1})
-    assert [int(b) for b in iterator] == [1, 2, 3]
-
-
-def test_state_is_that_of_the_batch_handed_out():
-    loader = CountingLoader(5)
-    ahead = prefetch(loader, CPU)
-    iterator = iter(ahead)
-    next(iterator), next(iterator)
-    assert ahead.state_dict() == {"num_fetched": 2}
-    resumed = prefetch(CountingLoader(5), CPU)
     resumed.load_state_dict(ahead.state_dict())
-    assert [int(b) for b in resumed] == [2, 3, 4]
+    assert [int(b) for b in iterator] == [int(b) for b in resumed] == [1, 2, 3]
 
 
 def test_a_batch_is_not_moved_again_and_keeps_its_dtypes():
@@ -130,22 +113,14 @@ def test_a_batch_is_not_moved_again_and_keeps_its_dtypes():
     assert all(move_data_to_device(one, CPU).data_ptr() == one.data_ptr() for one in batch)
 
 
-def test_loader_without_state_is_not_taken_for_a_stateful_one():
-    assert not hasattr(prefetch([1, 2], CPU), "state_dict")
-
-
-def test_attributes_are_read_from_and_written_to_the_loader():
+def test_all_but_iteration_is_the_loaders_and_wrapping_twice_is_wrapping_once():
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     ahead = prefetch(loader, CPU)
-    assert ahead.batch_size == 2
-    assert ahead.dataset is loader.dataset
+    assert (ahead.batch_size, ahead.dataset) == (2, loader.dataset)
     ahead.worker_init_fn = same
     assert loader.worker_init_fn is same
-
-
-def test_wrapping_twice_is_wrapping_once():
-    once = prefetch([1], CPU)
-    assert prefetch(once, CPU) is once
+    assert not hasattr(ahead, "state_dict"), "Lightning would take it for a stateful one"
+    assert prefetch(ahead, CPU) is ahead
 
 
 def test_copy_and_pickle_keep_the_loader():

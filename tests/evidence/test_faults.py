@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import time
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
+from tests.evidence.environments.cases import CASES
 from tests.evidence.faults import mode_cases, numerics_cases, replica_cases
-from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome, run_case, run_cases
+from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome, run_cases
 from tests.evidence.faults.comm_cases import cases, cases_of_links
 from tests.evidence.faults.inject import AT_CONSTRUCTION, PHASES, Inject
 from tests.evidence.faults.modes import MODES
-from tests.evidence.faults.table import FaultOutcome, read_outcomes, write_table
-from tests.evidence.faults.world import OneHost, RunOutcome
+from tests.evidence.faults.table import chosen_of, write_table
+from tests.evidence.faults.world import RunOutcome
 from tests.evidence.outcomes import outcomes_of
 
 NAMED = FaultCase(fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True)
@@ -93,54 +90,6 @@ def test_a_promise_is_judged_by_what_the_ranks_wrote(case, ranks, seen, problem)
     assert outcome.seconds == (max(errors) - 100.0 if errors and "injected_s" not in seen else None)
 
 
-class Played:
-    """A world in which every rank does what is asked, and the weights are given; first it fails to meet so often."""
-
-    num_ranks, has_links = 2, True
-
-    def __init__(self, weights=7, num_failures=0):
-        self.weights, self.specs, self.num_failures = weights, [], num_failures
-
-    def host_of(self, rank):
-        return rank
-
-    def host_name(self, host):
-        return "ab"[host]
-
-    def run(self, train, spec, *, limit_s, no_answer=(), when_injected=None):
-        self.specs.append(spec)
-        weights = 7 if spec["kind"] == "nothing" else self.weights
-        injected_s = None if len(self.specs) <= self.num_failures else 100.0
-        return RunOutcome(injected_s=injected_s, ranks=[rank(weights=weights)] * 2)
-
-
-UNDISTURBED = FaultCase(fault="none", kind="nothing", rank=1, is_survived=True)
-
-
-@pytest.mark.parametrize("weights", [7, 8])
-def test_all_cases_run_once_in_their_order_against_the_weights_of_the_undisturbed_run(weights):
-    chosen = [UNDISTURBED, *(replace(SURVIVED, fault=f"fault {index}") for index in range(7))]
-    worlds = [Played(weights), Played(weights), Played(weights)]
-    outcomes = list(run_cases(chosen, worlds))
-    assert [outcome.fault for outcome in outcomes] == [case.fault for case in chosen]
-    assert [outcome.is_held for outcome in outcomes] == [True] + [weights == 7] * 7
-    assert sum(len(world.specs) for world in worlds) == 8
-
-
-def test_what_is_everywhere_is_asked_of_every_rank_and_else_of_one():
-    world = Played()
-    assert len(list(run_cases([UNDISTURBED, SURVIVED, replace(SURVIVED, everywhere=True)], [world]))) == 3
-    assert [spec["rank"] for spec in world.specs] == [1, 1, None]
-
-
-@pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
-def test_a_run_that_never_came_to_its_fault_is_tried_again_once_and_then_not_held(num_failures):
-    world = Played(num_failures=num_failures)
-    outcome, _ = run_case(SURVIVED, world, 7)
-    assert outcome.is_held == (num_failures < 2)
-    assert len(world.specs) == min(num_failures + 1, 2)
-
-
 @pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(2, 2), (4, 2), (16, 8)])
 def test_every_case_has_its_fault_and_an_error_or_survival_to_judge(num_ranks, ranks_per_host):
     found = [*cases(num_ranks, ranks_per_host), *cases_of_links(num_ranks)]
@@ -155,42 +104,51 @@ def test_every_case_has_its_fault_and_an_error_or_survival_to_judge(num_ranks, r
         assert case.phase in PHASES
 
 
-def test_a_rank_of_each_kind_dies_and_stops_in_every_phase():
-    for kind in ("dies", "stops"):
-        where = {(case.rank, case.phase) for case in cases(4, 2) if case.kind == kind}
-        assert where == {(rank, phase) for rank in range(4) for phase in PHASES}
+class Played:
+    """A world in which every rank does what is asked, and the weights are given."""
+
+    num_ranks, has_links = 2, True
+
+    def __init__(self, weights):
+        self.weights, self.ran = weights, []
+
+    def host_of(self, rank):
+        return rank
+
+    def host_name(self, host):
+        return "ab"[host]
+
+    def run(self, train, spec, **_):
+        self.ran.append(spec["rank"])
+        weights = 7 if spec["kind"] == "nothing" else self.weights
+        return RunOutcome(injected_s=100.0, ranks=[rank(weights=weights)] * 2)
 
 
-def test_a_table_holds_what_happened_and_words_cannot_break_it(tmp_path):
-    row = {"promise": "p", "fault": "f", "phase": "b", "where": "rank 1", "detected_by": "a | b\nc", "lost": "1 step"}
-    held = FaultOutcome(**row, seconds=1.25, is_held=True)
-    broken = replace(held, seconds=None, is_held=False)
-    write_table(tmp_path, [held, broken], config={"seed": 0}, title="a title")
-    assert read_outcomes(tmp_path / "faults.json") == [held, broken]
+@pytest.mark.parametrize("weights", [7, 8])
+def test_all_cases_run_once_in_their_order_against_the_weights_of_the_undisturbed_run(weights, tmp_path):
+    undisturbed = FaultCase(fault="none", kind="nothing", rank=1, is_survived=True)
+    faults = [replace(SURVIVED, fault=f"fault | {index}", everywhere=index == 0) for index in range(7)]
+    worlds = [Played(weights), Played(weights), Played(weights)]
+    outcomes = list(run_cases([undisturbed, *faults], worlds))
+    assert [outcome.fault for outcome in outcomes] == [case.fault for case in [undisturbed, *faults]]
+    assert [outcome.is_held for outcome in outcomes] == [True] + [weights == 7] * 7
+    assert sorted(rank for world in worlds for rank in world.ran if rank is not None) == [1] * 7  # and one everywhere
+    write_table(tmp_path, outcomes, config={"seed": 0}, title="a title")
     lines = (tmp_path / "table.md").read_text().splitlines()
-    assert (lines[4].count("a \\| b c"), lines[4].endswith("| yes  |"), lines[5].endswith("| NO   |")) == (
-        1,
-        True,
-        True,
+    assert (lines[0], lines[-1]) == ("a title", f"{8 if weights == 7 else 1} of 8 held.")
+    assert ("fault \\| 0" in lines[5], lines[5].endswith("| yes  |")) == (True, weights == 7)
+    assert [each["is_held"] for each in json.loads((tmp_path / "faults.json").read_text())["outcomes"]][1] == (
+        weights == 7
     )
-    assert (lines[0], lines[-1]) == ("a title", "1 of 2 held.")
-    with open(tmp_path / "table.csv") as file:
-        assert list(next(csv.DictReader(file))) == list(asdict(held))
-    for wrong in ({"where": " "}, {"seconds": -1.0}, {"seconds": float("nan")}):
-        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` \\(="):
-            replace(held, **wrong)
 
 
-def sleep_on_rank_one(spec):
-    if os.environ["RANK"] == "1":
-        time.sleep(60)
-    Path(spec["folder"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(spec | {"pid": os.getpid()}))
-
-
-@pytest.mark.long
-def test_a_rank_that_never_ends_is_ended_and_reported():
-    ended = OneHost(num_ranks=2).run(sleep_on_rank_one, {"a": 1}, limit_s=20.0)
-    assert (ended.still_ran, ended.ranks[0]["a"], ended.ranks[1], ended.injected_s) == ([1], 1, None, None)
+def test_a_night_runs_a_part_and_all_nights_run_all():
+    assert [case.fault for case in chosen_of(CASES, ["TMPDIR missing"])] == ["TMPDIR missing"]
+    parts = [chosen_of(CASES, None, f"{k}/8") for k in range(8)]
+    assert sorted(CASES.index(case) for part in parts for case in part) == list(range(len(CASES)))
+    for only, part, words in ((None, "8/8", r"`part` \(=8/8\) must be k/n"), (["TMPDIR"], None, r"`only` \(=TMPDIR\)")):
+        with pytest.raises(ValueError, match=words):
+            chosen_of(CASES, only, part)
 
 
 OF_MODES = json.dumps(["pipeline: raises", "local_steps: nan", "shard_update: hang", "fabric: memory"])

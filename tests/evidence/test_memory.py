@@ -28,13 +28,6 @@ def test_memory_freed_out_of_sight_is_not_counted():
     assert census._alive([(address, 8), (address + 8, 8)]) == {address: 8, address + 8: 8}
 
 
-@pytest.mark.parametrize(("num_devices", "num_ranks"), [(1, 1), (2, 2), (8, 2)])
-def test_by_default_no_more_ranks_are_asked_for_than_there_are_devices(monkeypatch, num_devices, num_ranks):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
-    assert census.most_ranks("cuda") == num_ranks
-    assert census.most_ranks("cpu") == 2
-
-
 @pytest.mark.long
 def test_census_finds_weights_masters_gradients_and_state(tmp_path):
     options = ["precisions=[32-true,16-true]", "optimizers=[sgd,adamw]", "census.width=256", "census.depth=4"]

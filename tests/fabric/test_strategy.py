@@ -1,4 +1,4 @@
-"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, held against the Trainer's manual optimization."""
+"""`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, held against the Trainer's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from functools import wraps
+from contextlib import chdir
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from lightning_hybrid import Adasum, Mean
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
+from tests.scenes import fit
 from tests.test_readme import python_blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "fabric" / "README.md"
@@ -45,13 +48,6 @@ class Net(nn.Sequential):
             super().__init__(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
 
 
-GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
-
-
-def fails(*args, **kwargs):
-    raise RuntimeError(GLOO)
-
-
 def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=world_size)
@@ -60,23 +56,13 @@ def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
     return fabric
 
 
-def ends_what_it_makes(run):
-    """Where the process lives on, as in the pool of ranks, engines and masters have to end with the test."""
-
-    @wraps(run)
-    def wrapped(*args):
-        try:
-            return run(*args)
-        finally:
-            while MADE:
-                MADE.pop().strategy.teardown()
-
-    return wrapped
-
-
-def loss_of(net, batch):
-    images, targets = batch
-    return F.cross_entropy(net(images).float(), targets)
+def play(function, *arguments):
+    """Call it, on a rank that lives on: engines and masters have to end with the test."""
+    try:
+        return function(*arguments)
+    finally:
+        while MADE:
+            MADE.pop().strategy.teardown()
 
 
 def loader():
@@ -85,66 +71,37 @@ def loader():
     return DataLoader(Subset(toy.Blobs(64), range(rank, 64, world_size)), batch_size=8)
 
 
-def is_last_of(step, accumulate):
-    return (step + 1) % accumulate == 0
+class Classifier(toy.Toy):
+    """The loop of `fabric_loop` by the Trainer."""
 
-
-class ByHand(toy.Toy):
-    """The loop of `fabric_loop` in manual optimization."""
-
-    def __init__(self, optimizer, accumulate, max_norm):
-        super().__init__()
+    def __init__(self, optimizer):
+        super().__init__(optimizer=optimizer)
         self.net = Net()
-        self.automatic_optimization = False
-        self.make, self.accumulate, self.max_norm = OPTIMIZERS[optimizer], accumulate, max_norm
 
     def configure_optimizers(self):
-        return self.make(self.parameters())
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        is_last = is_last_of(batch_idx, self.accumulate)
-        with self.trainer.strategy.model.no_sync() if not is_last else torch.enable_grad():
-            loss = self.loss(batch)
-        self.trainer.strategy.model.require_backward_grad_sync = is_last
-        self.manual_backward(loss / self.accumulate)
-        if is_last:
-            if self.max_norm:
-                self.clip_gradients(optimizer, gradient_clip_val=self.max_norm, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-        self.losses.append(loss.item())
+        return OPTIMIZERS[self.optimizer_name](self.parameters())
 
 
-@ends_what_it_makes
-def fabric_loop(precision, optimizer, accumulate, max_norm, num_epochs=1):
+def fabric_loop(precision, optimizer, accumulate, max_norm):
     fabric = fabric_of(precision)
     net = Net()
     model, stepper = fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
     batches = fabric.setup_dataloaders(loader(), use_distributed_sampler=False)
     losses = []
-    for _ in range(num_epochs):
-        for i, batch in enumerate(batches):
-            with fabric.no_backward_sync(model, enabled=not is_last_of(i, accumulate)):
-                loss = loss_of(model, batch)
-                fabric.backward(loss / accumulate)
-            if is_last_of(i, accumulate):
-                if max_norm:
-                    fabric.clip_gradients(model, stepper, max_norm=max_norm)
-                stepper.step()
-                stepper.zero_grad()
-            losses.append(loss.item())
+    for i, (images, targets) in enumerate(batches, start=1):
+        with fabric.no_backward_sync(model, enabled=i % accumulate != 0):
+            loss = F.cross_entropy(model(images).float(), targets)
+            fabric.backward(loss / accumulate)
+        if i % accumulate == 0:
+            if max_norm:
+                fabric.clip_gradients(model, stepper, max_norm=max_norm)
+            stepper.step()
+            stepper.zero_grad()
+        losses.append(loss.item())
     return losses, toy.weights(net), {value.dtype for value in net.state_dict().values()}
 
 
-def trainer_loop(precision, optimizer, accumulate, max_norm):
-    module = ByHand(optimizer, accumulate, max_norm)
-    trainer = toy.trainer(precision=precision, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module, loader())
-    return module.losses, toy.weights(module.net)
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "accumulate", "max_norm"),
     [
@@ -155,14 +112,14 @@ def trainer_loop(precision, optimizer, accumulate, max_norm):
         ("32-true", "SGD", 2, 0.1),
     ],
 )
-def test_a_loop_of_fabric_has_the_bits_of_manual_optimization_in_the_trainer(
-    two_ranks, precision, optimizer, accumulate, max_norm
-):
-    arguments = (precision, optimizer, accumulate, max_norm)
-    ours, manual = two_ranks.run(fabric_loop, *arguments), two_ranks.run(trainer_loop, *arguments)
-    for (losses, weights, dtypes), (other_losses, other_weights) in zip(ours, manual, strict=True):
-        assert losses == other_losses
-        assert toy.same_bits(weights, other_weights)
+def test_a_loop_of_fabric_has_the_bits_of_the_trainer(two_ranks, precision, optimizer, accumulate, max_norm):
+    ours = two_ranks.run(play, fabric_loop, precision, optimizer, accumulate, max_norm)
+    scene = {"accumulate_grad_batches": accumulate, "gradient_clip_val": max_norm, "precision": precision}
+    scene |= {"train": loader, "max_epochs": 1, "use_distributed_sampler": False}
+    of_trainer = fit(two_ranks, partial(Classifier, optimizer), **scene)
+    for (losses, weights, dtypes), seen in zip(ours, of_trainer, strict=True):
+        assert losses == seen.losses
+        assert toy.same_bits({f"net.{name}": value for name, value in weights.items()}, seen.weights)
         assert dtypes == {torch.float32}
     assert ours[0][0] != ours[1][0], "ranks must see different data"
     assert toy.same_bits(ours[0][1], ours[1][1])
@@ -188,7 +145,6 @@ def set_up(optimizer, precision="16-true"):
     return fabric, *fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
 
 
-@ends_what_it_makes
 def resumed(folder, optimizer, precision):
     fabric, net, stepper = set_up(optimizer, precision)
     steps_of(fabric, net, stepper, 3)
@@ -201,39 +157,28 @@ def resumed(folder, optimizer, precision):
     remainder = fabric_2.load(f"{folder}/three.ckpt", state)
     steps_of(fabric_2, net_2, stepper_2, 3, first=state["step"])
     scales = [getattr(one.strategy.precision.loss_scale, "value", None) for one in (fabric, fabric_2)]
-    return toy.weights(net), toy.weights(net_2), scales, remainder, file
+
+    plain, stock = Net(), fabric_of("32-true", "ddp")
+    model, stepper_3 = stock.setup(plain, OPTIMIZERS[optimizer](plain.parameters()))
+    left = list(stock.load(f"{folder}/three.ckpt", {"net": model, "optimizer": stepper_3, "step": 0}))
+    is_equal = toy.same_bits(toy.weights(plain), file["net"])
+    return toy.weights(net), toy.weights(net_2), scales, remainder, file, left, is_equal
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [("AdamW", "16-true"), ("LARS", "bf16-true")])
 def test_a_resumed_loop_has_the_bits_of_one_that_was_never_stopped(two_ranks, tmp_path, optimizer, precision):
-    for never, again, scales, remainder, file in two_ranks.run(resumed, str(tmp_path), optimizer, precision):
+    """And its checkpoint loads into plain `ddp`."""
+    for never, again, scales, *of_file in two_ranks.run(play, resumed, str(tmp_path), optimizer, precision):
+        remainder, file, left, is_equal = of_file
         assert toy.same_bits(never, again)
-        assert remainder == {}
+        assert (remainder, is_equal) == ({}, True)
+        assert left == (["MasterWeightPrecision"] if precision == "16-true" else [])
         assert scales == ([2.0**13] * 2 if precision == "16-true" else [None] * 2)  # doubled after steps 2, 4 and 6
         assert {value.dtype for value in file["net"].values()} == {torch.float32}
         state = [value for each in file["optimizer"]["state"].values() for value in each.values()]
         assert {value.dtype for value in state if isinstance(value, torch.Tensor)} == {torch.float32}
 
 
-@ends_what_it_makes
-def saved_here_and_loaded_by_ddp(folder):
-    fabric, net, stepper = set_up("AdamW")
-    steps_of(fabric, net, stepper, 1)
-    fabric.save(f"{folder}/one.ckpt", {"net": net, "optimizer": stepper})
-    plain = Net()
-    stock = fabric_of("32-true", "ddp")
-    model, optimizer = stock.setup(plain, OPTIMIZERS["AdamW"](plain.parameters()))
-    remainder = stock.load(f"{folder}/one.ckpt", {"net": model, "optimizer": optimizer})
-    return toy.weights(net), toy.weights(plain), list(remainder)
-
-
-def test_a_checkpoint_of_fabric_loads_into_plain_ddp(one_rank, tmp_path):
-    [(ours, stock, remainder)] = one_rank.run(saved_here_and_loaded_by_ddp, str(tmp_path))
-    assert toy.same_bits(ours, stock)
-    assert remainder == ["MasterWeightPrecision"]
-
-
-@ends_what_it_makes
 def masters_of_ranks_that_begin_apart():
     fabric = fabric_of()
     net = nn.Linear(12, 3)
@@ -243,7 +188,7 @@ def masters_of_ranks_that_begin_apart():
 
 
 def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
-    one, other = two_ranks.run(masters_of_ranks_that_begin_apart)
+    one, other = two_ranks.run(play, masters_of_ranks_that_begin_apart)
     assert toy.same_bits(one, other)
     assert torch.equal(one["weight"], torch.full((3, 12), 1 / 3))
 
@@ -251,7 +196,6 @@ def test_every_rank_gets_rank_zeros_masters_in_all_digits(two_ranks):
 # ---- several modules, accumulation, overflow -----------------------------------------------------------------------
 
 
-@ends_what_it_makes
 def two_players(precision):
     """A generator and a discriminator; one accumulates over two batches, in which the other steps twice."""
     fabric = fabric_of(precision, HybridAllReduceStrategy(loss_scale=256.0))  # no step overflows
@@ -278,14 +222,13 @@ def two_players(precision):
 
 
 def test_two_modules_with_an_optimizer_each_follow_fp32(two_ranks):
-    half, full = two_ranks.run(two_players, "16-true"), two_ranks.run(two_players, "32-true")
+    half, full = two_ranks.run(play, two_players, "16-true"), two_ranks.run(play, two_players, "32-true")
     assert toy.same_bits(half[0], half[1])
     for name, exact in full[0].items():
         # Eight steps; a half-precision gradient is off by some units of 2**-11 of the largest element.
         assert torch.allclose(half[0][name], exact, atol=0.02 * float(exact.abs().max()) + 2e-3), name
 
 
-@ends_what_it_makes
 def overflow_on_one_rank(max_norm):
     fabric = fabric_of("16-true", HybridAllReduceStrategy(loss_scale="dynamic"))
     net = Net()
@@ -303,47 +246,47 @@ def overflow_on_one_rank(max_norm):
     return history
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("max_norm", [pytest.param(None, marks=pytest.mark.long), 1.0])
 def test_overflow_on_one_rank_is_a_step_that_all_ranks_skip(two_ranks, max_norm):
-    for history in two_ranks.run(overflow_on_one_rank, max_norm):
+    for history in two_ranks.run(play, overflow_on_one_rank, max_norm):
         assert history == [(True, 2.0**15, 1), (False, 2.0**15, 1)]
 
 
-@ends_what_it_makes
-def overflow_forever():
-    fabric, net, optimizer = set_up("SGD")
-    for _ in range(41):
-        optimizer.zero_grad()
-        fabric.backward(net(torch.ones(2, 12)).mean() * float("nan"))
-        optimizer.step()
+def one_step(between_nodes):
+    fabric = fabric_of("32-true", HybridAllReduceStrategy(between_nodes=between_nodes, ranks_per_node=1))
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    steps_of(fabric, model, optimizer, 1)
+    return toy.weights(net)
 
 
-def test_overflow_in_every_step_is_an_error_that_names_the_loss(one_rank):
-    [error] = one_rank.run(toy.error_of, overflow_forever)
-    assert "inf or nan for 40 steps in a row, up to optimizer step 40" in error
-    assert "Last loss: nan" in error
+@pytest.mark.parametrize("between_nodes", [Adasum(), Mean(dtype="int4")], ids=str)
+def test_what_happens_between_nodes_is_as_asked(two_ranks, between_nodes):
+    """The sum of Adasum is longer than the mean; four bits are near it."""
+    mean, _ = two_ranks.run(play, one_step, Mean())
+    one, other = two_ranks.run(play, one_step, between_nodes)
+    assert toy.same_bits(one, other)
+    moved, of_mean = (one[name] - Net().state_dict()[name] for one, name in ((one, "3.weight"), (mean, "3.weight")))
+    ratio = float(moved.norm() / of_mean.norm())
+    assert 1.05 < ratio < 2 if isinstance(between_nodes, Adasum) else 0.8 < ratio < 1.2
+    assert not toy.same_bits(one, mean)
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
 
 
-@ends_what_it_makes
 def the_loop_of_the_page(folder):
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        torch.manual_seed(0)
-        (loop,) = [block for block in python_blocks(PAGE) if "L.Fabric(" in block]
+    (loop,) = [block for block in python_blocks(PAGE) if "L.Fabric(" in block]
+    torch.manual_seed(0)
+    with chdir(folder):
         exec(compile(loop, str(PAGE), "exec"), names := {"__name__": "__main__"})
-    finally:
-        os.chdir(before)
     MADE.append(names["fabric"])
     parameters = [(one.dtype, one.detach().float()) for one in names["net"].parameters()]
     return parameters, names["net"].state_dict(), names["fabric"].world_size
 
 
 def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_ranks, tmp_path):
-    one, other = two_ranks.run(the_loop_of_the_page, str(tmp_path))
+    one, other = two_ranks.run(play, the_loop_of_the_page, str(tmp_path))
     saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
     assert one[2] == 2
     assert toy.same_bits(one[1], other[1])
@@ -357,7 +300,6 @@ def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_
 # ---- what cannot work ----------------------------------------------------------------------------------------------
 
 
-@ends_what_it_makes
 def errors():
     fabric = fabric_of()
     net = Net()
@@ -370,7 +312,7 @@ def errors():
 
 
 def test_what_cannot_work_is_refused_by_name(two_ranks):
-    for foreign, owns_closure in two_ranks.run(errors):
+    for foreign, owns_closure in two_ranks.run(play, errors):
         assert "(shape (2,)) is trained but not averaged" in foreign
         assert owns_closure.startswith("MisconfigurationException: `optimizer` (=LBFGS) must not run the closure")
     for option in ("report", "shard_update"):
@@ -397,8 +339,6 @@ def main(fabric):
     net = torch.nn.Linear(12, 3)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     for step in range(4):
-        if step == 2 and fabric.global_rank == 1 and "fail" in sys.argv:
-            raise ValueError("a bad sample")
         loss = model(torch.full((4, 12), 1.0 + fabric.global_rank)).square().mean()
         optimizer.zero_grad()
         fabric.backward(loss)
@@ -413,20 +353,16 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder, *arguments):
-    (folder / "train.py").write_text(SCRIPT)
-    where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
-    return subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
-
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "hybrid_allreduce")
 
 
 @pytest.mark.long
 def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    where = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}
     weights = []
     for arguments in (("train.py", "hybrid_allreduce"), ("train.py", "hybrid_allreduce_spawn"), TORCHRUN):
-        done = run_script(tmp_path, *arguments)
+        done = subprocess.run([sys.executable, *arguments], **where, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-4000:]
         weights.append(torch.load(tmp_path / "end.ckpt", weights_only=True)["model"])
         (tmp_path / "end.ckpt").unlink()
@@ -434,14 +370,10 @@ def test_every_launcher_trains_the_same_model_and_ends(tmp_path):
     assert toy.same_bits(weights[0], weights[2])
 
 
-@pytest.mark.long
-def test_an_error_in_the_loop_of_one_rank_is_named_by_the_other(tmp_path):
-    done = run_script(tmp_path, "train.py", "hybrid_allreduce", "fail")
-    assert done.returncode != 0
-    assert "comm: rank 1 gave up: ValueError: a bad sample" in done.stderr
+def fails(*args, **kwargs):
+    raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation")
 
 
-@ends_what_it_makes
 def error_beside(name):
     """A collective of Fabric's fails on rank zero, and rank one is in its own code until it learns of it."""
     fabric = fabric_of()
@@ -465,6 +397,6 @@ def error_beside(name):
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")  # Lightning calls it
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks, name):
-    for text in two_ranks.run(error_beside, name):
+    for text in two_ranks.run(play, error_beside, name):
         assert text.startswith("comm: rank 1 does not come to the collective in which others wait; now with no bucket")
         assert "in `error_beside` (test_strategy.py:" in text

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import correct_momentum_, corrected_momentum, ghost_batch_size
+from lightning_hybrid.models import correct_momentum_, corrected_momentum
 from recipes.networks.resnet import ResNet
 
 
@@ -14,8 +14,8 @@ def norms_of(module):
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("momentum", [0.001, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 64])
+@pytest.mark.parametrize("momentum", [0.001, 0.1, 1.0])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_micro_batches):
     """In float64; k updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""
@@ -31,16 +31,6 @@ def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_mi
         often(images)
     torch.testing.assert_close(often.running_mean, once.running_mean, rtol=0, atol=1e-13)
     torch.testing.assert_close(often.running_var, once.running_var, rtol=0, atol=1e-13)
-
-
-def test_uncorrected_micro_batches_forget_faster():
-    """What the correction is for, with the docstring's numbers: 0.9^8 = 0.43 of the old average is left, not 0.9."""
-    norm = nn.BatchNorm1d(1, dtype=torch.float64)
-    norm.running_mean.fill_(1.0)
-    zeros = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)  # of mean zero
-    for _ in range(8):
-        norm(zeros)
-    assert norm.running_mean.item() == pytest.approx(0.43, abs=0.005)
 
 
 def test_different_micro_batches_weigh_at_most_one_over_one_minus_m_apart():
@@ -60,64 +50,21 @@ def test_different_micro_batches_weigh_at_most_one_over_one_minus_m_apart():
     assert ratio < 1 / (1 - momentum)
 
 
-def test_every_normalisation_of_a_network_is_corrected_once():
-    network = ResNet(depth=18, width=0.125, bn_momentum=0.19)
-    assert correct_momentum_(network, accumulate_grad_batches=2) == 20
-    assert [layer.momentum for layer in norms_of(network)] == [pytest.approx(0.1, abs=1e-15)] * 20
-
-
-def test_a_synchronised_norm_is_corrected_too():
-    norm = nn.SyncBatchNorm(3, momentum=0.19)
-    assert correct_momentum_(norm, accumulate_grad_batches=2) == 1
-    assert norm.momentum == pytest.approx(0.1, abs=1e-15)
-
-
-def test_one_micro_batch_changes_nothing():
-    norm = nn.BatchNorm2d(3, momentum=0.1)
-    assert correct_momentum_(norm, accumulate_grad_batches=1) == 0
-    assert norm.momentum == 0.1
-
-
-def test_plain_averages_and_norms_without_running_statistics_are_left_alone():
+def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_running_averages_are_left_alone():
+    network = nn.Sequential(ResNet(depth=18, width=0.125, bn_momentum=0.19), nn.SyncBatchNorm(3, momentum=0.19))
+    assert correct_momentum_(network, accumulate_grad_batches=1) == 0
+    assert {layer.momentum for layer in norms_of(network)} == {0.19}
+    assert correct_momentum_(network, accumulate_grad_batches=2) == 21
+    assert [layer.momentum for layer in norms_of(network)] == [pytest.approx(0.1, abs=1e-15)] * 21
     layers = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3), nn.LayerNorm(3))
     assert correct_momentum_(layers, accumulate_grad_batches=4) == 0
     assert (layers[0].momentum, layers[1].momentum) == (None, 0.1)
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(3), nn.Linear(3, 3)], ids=["with a norm", "without"])
-def test_no_step_has_fewer_than_one_micro_batch(module):
+def test_no_step_has_fewer_than_one_micro_batch_and_momentum_weighs_something(module):
     with pytest.raises(ValueError, match=r"`accumulate_grad_batches` \(=0\).*trainer\.accumulate_grad_batches"):
         correct_momentum_(module, accumulate_grad_batches=0)
-
-
-@pytest.mark.parametrize("momentum", [-0.1, 1.5])
-def test_a_momentum_that_weighs_nothing_is_refused(momentum):
-    with pytest.raises(ValueError, match=rf"`momentum` \(={momentum}\).*model\.bn_momentum"):
-        corrected_momentum(momentum, accumulate_grad_batches=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "images"),
-    [
-        ({"global_batch_size": 65536, "world_size": 2048}, 32),
-        ({"global_batch_size": 65536, "world_size": 8, "accumulate_grad_batches": 16}, 512),
-        ({"global_batch_size": 96, "world_size": 6, "accumulate_grad_batches": 4, "ranks_per_norm": 3}, 12),
-    ],
-)
-def test_the_ghost_batch_is_what_one_normalisation_sees(arguments, images):
-    assert ghost_batch_size(**arguments) == images
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"global_batch_size": 98}, r"`global_batch_size` \(=98\).*global_batch_size=96 or 120"),
-        ({"global_batch_size": 5}, r"`global_batch_size` \(=5\).*Nearest that fits: global_batch_size=24\.$"),
-        ({"ranks_per_norm": 4}, r"`ranks_per_norm` \(=4\) must divide `world_size` \(=6\)"),
-        ({"world_size": 0}, r"`world_size` \(=0\)"),
-        ({"accumulate_grad_batches": -1}, r"`accumulate_grad_batches` \(=-1\)"),
-    ],
-)
-def test_batches_that_do_not_divide_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ghost_batch_size(**{"global_batch_size": 96, "world_size": 6, "accumulate_grad_batches": 4} | changes)
+    for momentum in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=rf"`momentum` \(={momentum}\).*model\.bn_momentum"):
+            corrected_momentum(momentum, accumulate_grad_batches=2)

@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.networks.alexnet import AlexNet, AlexNetBN
+from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
 
 NETWORKS = {
     "ResNet-18": lambda **options: ResNet(depth=18, num_classes=4, width=0.125, **options),
     "ResNet-50": lambda **options: ResNet(depth=50, num_classes=4, width=0.125, **options),
     "AlexNetBN": lambda **options: AlexNetBN(num_classes=4, in_channels=3, image_size=64, width=0.125, **options),
-    "AlexNetBN after pool": lambda **options: AlexNetBN(
-        num_classes=4, in_channels=3, image_size=64, width=0.125, bn_position="after_pool", **options
-    ),
-    "AlexNet": lambda **options: AlexNet(num_classes=4, **options).features,
 }
 
 

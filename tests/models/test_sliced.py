@@ -11,52 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_hybrid.strategy.node_slices import slice_exchange
-from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
 from lightning_hybrid.strategy.node_slices.sliced_linear import SlicedHead
 from tests import toy
-
-NUM_IMAGES, NUM_CLASSES = 6, 8
-
-
-class Net(nn.Module):
-    """Two layers as fc6 and fc7, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.fc6, self.fc7, self.fc8 = nn.Linear(10, 16), nn.Linear(16, 14), nn.Linear(14, NUM_CLASSES)
-
-
-def cut(net):
-    cut_(net, [("fc6", "fc7"), ("fc8",)], dist.group.WORLD)
-    return net
+from tests.scenes import fit
 
 
 def head_of(whole):
-    head = copy.deepcopy(whole)
-    head = SlicedHead.cut_(head, group=dist.group.WORLD)
-    return head
-
-
-def loaded():
-    """Whether a state dict goes from whole to sliced layers, and back, to the bit."""
-    whole = Net()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.add_(1)
-    other = cut(Net())
-    result = other.load_state_dict(whole.state_dict())
-    state = other.state_dict()
-    again = Net()
-    again.load_state_dict(state)
-    return [*result.missing_keys, *result.unexpected_keys], all(
-        map(torch.equal, again.state_dict().values(), whole.state_dict().values())
-    )
-
-
-def test_state_dicts_go_between_whole_and_sliced_layers(two_ranks):
-    assert two_ranks.run(loaded) == [([], True)] * 2
+    return SlicedHead.cut_(copy.deepcopy(whole), group=dist.group.WORLD)
 
 
 def head_on_extremes(dtype):
@@ -123,72 +84,28 @@ def test_halves_are_summed_in_fp32_and_rounded_once(four_ranks):
     assert all(torch.equal(found, torch.full((1, 7), 2050.0).half()) for found in four_ranks.run(sum_of_halves))
 
 
-def unknown_class():
-    head = head_of(nn.Linear(5, 6))
-    return toy.error_of(head, torch.zeros(2, 5), torch.tensor([0, 6]))
-
-
-def test_a_class_that_there_is_not_is_an_error_on_all(two_ranks):
-    assert all("`targets` (=0 to 6) must be classes from 0 to 5" in error for error in two_ranks.run(unknown_class))
-
-
-def bytes_sent_by_a_pair():
-    """In forward and backward, by what is handed to collectives: each rank's share goes to every other."""
-    sent, size = [], dist.get_world_size()
-    gather, exchange = slice_exchange._all_gather, dist.all_to_all_single
-    with pytest.MonkeyPatch.context() as patch:
-
-        def gathers(whole, own, group):
-            sent.append((size - 1) * own.numel() * own.element_size())
-            gather(whole, own, group=group)
-
-        def exchanges(arrived, parts, group):
-            sent.append((size - 1) * parts.numel() * parts.element_size() // size)
-            exchange(arrived, parts, group=group)
-
-        patch.setattr(slice_exchange, "_all_gather", gathers)
-        patch.setattr(dist, "all_to_all_single", exchanges)
-        net = cut(Net())
-        net.fc7(net.fc6(torch.randn(NUM_IMAGES, 10, requires_grad=True)).relu()).sum().backward()
-    return sum(sent)
-
-
-def test_a_pair_sends_the_images_and_not_the_weights(four_ranks):
-    expected = 2 * (4 - 1) * NUM_IMAGES * (10 + 14) * 4
-    count = 3 * 8  # of images, to refuse other sizes
-    assert four_ranks.run(bytes_sent_by_a_pair) == [expected + count] * 4
-
-
-def test_alexnet_of_64_images_on_8_ranks_sends_5_4_times_fewer_bytes():
-    """All gradients of fc6, fc7 and fc8 against features around fc6 and fc7, and the gradients of a whole fc8; fp16."""
-    pair, fc8 = 9216 * 4096 + 4096 + 4096 * 4096 + 4096, 4096 * 1000 + 1000
-    whole = 2 * 7 / 8 * 2 * (pair + fc8)
-    cut = 2 * 7 * 64 * (9216 + 4096) * 2 + 2 * 7 / 8 * 2 * fc8
-    assert (round(whole / 1e6), round(cut / 1e6)) == (205, 38)
-    assert round(whole / cut, 1) == 5.4
-
-
 class Cut(toy.Toy):
     def configure_model(self):
         self.last = head_of(nn.Linear(3, 4))
 
 
-def fit_of_slices():
-    return toy.error_of(toy.trainer().fit, Cut(), toy.loader())
-
-
 def test_the_strategy_refuses_slices(two_ranks):
     """It would take a slice for the whole, in overflow, trust ratios and checkpoints."""
-    for text in two_ranks.run(fit_of_slices):
-        assert text.startswith("ValueError: `last` (=SlicedHead) must be a whole layer"), text
+    for seen in fit(two_ranks, Cut, raises=True):
+        assert seen.error.startswith("ValueError: `last` (=SlicedHead) must be a whole layer")
 
 
 def refusals():
-    images = torch.zeros(2 + dist.get_rank(), 3)
-    return toy.error_of(head_of, nn.Linear(4, 5)), toy.error_of(head_of(nn.Linear(3, 4)), images)
+    calls = [
+        (head_of(nn.Linear(5, 6)), torch.zeros(2, 5), torch.tensor([0, 6])),
+        (head_of, nn.Linear(4, 5)),
+        (head_of(nn.Linear(3, 4)), torch.zeros(2 + dist.get_rank(), 3)),
+    ]
+    return [toy.error_of(*call) for call in calls]
 
 
-def test_what_does_not_divide_is_refused(two_ranks):
-    for features, batch in two_ranks.run(refusals):
+def test_a_class_that_there_is_not_and_what_does_not_divide_are_errors_on_all(two_ranks):
+    for targets, features, batch in two_ranks.run(refusals):
+        assert "`targets` (=0 to 6) must be classes from 0 to 5" in targets
         assert features.startswith("ValueError: `out_features` (=5) must be a multiple of the 2 ranks of the group")
         assert "must have the same size on all ranks that share a layer, and they have [2, 3]" in batch

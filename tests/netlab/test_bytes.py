@@ -36,61 +36,44 @@ def topology_of(num_hosts, ranks_per_host, interleave):
     return Topology.from_identities(rank=0, identities=hosts)
 
 
-def bytes_sent():
-    """By this host since it exists, between hosts and inside it: what its kernel gave to eth0 and to lo."""
+def sent():
+    """Bytes that this host has sent since it exists, by its kernel: between hosts (eth0), and inside (lo)."""
+    dist.barrier()  # everybody has sent
     with open("/proc/self/net/dev") as file:
-        sent = {words[0]: int(words[9]) for words in map(str.split, file) if words[0] in ("eth0:", "lo:")}
-    return sent["eth0:"], sent["lo:"]
+        found = {words[0]: int(words[9]) for words in map(str.split, file) if words[0] in ("eth0:", "lo:")}
+    dist.barrier()  # nobody goes on before everybody has read
+    return found["eth0:"], found["lo:"]
 
 
-def adasums_and_bytes(dtypes):
-    """On every rank: dtype -> Adasum of ones, which are their mean, and bytes its host sent between hosts for it."""
-    engine = CommEngine(
-        topology=Topology.discover(),
-        plan=CommPlan(algorithm="hierarchical", chunk_bytes=2**50),
-        timeout=timedelta(seconds=30),
-        device=torch.device("cpu"),
+def counted(send):
+    before = sent()
+    send()
+    return [after - earlier for after, earlier in zip(sent(), before, strict=True)]
+
+
+def engine_of(plan, **options):
+    return CommEngine(
+        topology=Topology.discover(), plan=plan, timeout=timedelta(seconds=30), device=torch.device("cpu"), **options
     )
-    found = {}
-    for dtype in dtypes:
-        flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
-        dist.barrier()
-        before, _ = bytes_sent()
-        dist.barrier()  # nobody starts before everybody has read
-        engine.submit(flat, bucket_index=0, is_last=True, adasum_numels=(1000, flat.numel() - 1000)).wait()
-        dist.barrier()  # everybody has sent
-        found[dtype] = flat.unique().tolist(), bytes_sent()[0] - before
-        dist.barrier()
-    engine.close()
-    return found
 
 
 def sums_and_bytes(algorithms, dtypes, codecs):
     """On every rank: (algorithm, dtype) -> sum of ones, bytes its host sent for it between hosts and inside.
 
-    Also through each codec, as (algorithm, codec), in float32.
+    Also through each codec, as (algorithm, codec), in float32; `adasum` of ones is the sum in the node.
     """
-    topology = Topology.discover()
     found = {}
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
     for algorithm, codec in [*((algorithm, None) for algorithm in algorithms), *with_codecs]:
-        engine = CommEngine(
-            topology=topology,
-            plan=CommPlan(algorithm=algorithm),
-            timeout=timedelta(seconds=30),
-            device=torch.device("cpu"),
-            dtype_across_nodes=codec,
-        )
+        plan = CommPlan(algorithm=algorithm)
+        if is_adasum := algorithm == "adasum":
+            plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
+        engine = engine_of(plan, dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
-            dist.barrier()
-            before = bytes_sent()
-            dist.barrier()  # nobody starts before everybody has read
-            engine.submit(flat, bucket_index=0, is_last=True).wait()
-            dist.barrier()  # everybody has sent
-            across, inside = (after - earlier for after, earlier in zip(bytes_sent(), before, strict=True))
+            more = {"adasum_numels": (1000, flat.numel() - 1000)} if is_adasum else {}
+            across, inside = counted(lambda: engine.submit(flat, bucket_index=0, is_last=True, **more).wait())
             found[algorithm, codec or dtype] = (flat.unique().tolist(), across, inside)
-            dist.barrier()
         engine.close()
     return found
 
@@ -115,8 +98,6 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES)
     across = max(of_rank[algorithm, dtype][1] for of_rank in found)
     inside = max(of_rank[algorithm, dtype][2] for of_rank in found)
-    print(f"{algorithm} {dtype}: {across / NUM_BYTES:.4f} of the buffer between hosts, {inside / NUM_BYTES:.4f} inside")
-    print(f"claimed {claim.across / NUM_BYTES:.4f} and {claim.inside / NUM_BYTES:.4f}")
     assert claim.across <= across <= claim.across * (1 + TOLERANCE)
     assert claim.inside <= inside <= claim.inside * (1 + TOLERANCE) + 2**16  # barriers, where nothing else is sent
 
@@ -126,13 +107,11 @@ def test_the_busiest_host_sends_what_the_algorithm_claims(measured, algorithm, d
 def test_adasum_sends_between_hosts_what_a_hierarchical_sum_sends(cluster_or_skip, num_hosts):
     """2 (N - 1) / N of the bytes; inner products of two tensors are part of the tolerance."""
     with Cluster(num_hosts=num_hosts, ranks_per_host=2, mbit_per_s=2000) as cluster:
-        found = cluster.call(adasums_and_bytes, DTYPES, timeout_s=60)
+        found = cluster.call(sums_and_bytes, ["adasum"], DTYPES, [], timeout_s=60)
     claim = traffic_of("hierarchical", topology_of(num_hosts, 2, False), NUM_BYTES).across
     for dtype in DTYPES:
-        assert [of_rank[dtype][0] for of_rank in found] == [[2.0]] * len(found)  # the sum in the node
-        across = max(of_rank[dtype][1] for of_rank in found)
-        print(f"{num_hosts} hosts, {dtype}: {across / NUM_BYTES:.4f} of the bucket; claimed {claim / NUM_BYTES:.4f}")
-        assert claim <= across <= claim * (1 + TOLERANCE)
+        assert [of_rank["adasum", dtype][0] for of_rank in found] == [[2.0]] * len(found)  # the sum in the node
+        assert claim <= max(of_rank["adasum", dtype][1] for of_rank in found) <= claim * (1 + TOLERANCE)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -142,8 +121,6 @@ def test_through_a_codec_the_busiest_host_sends_what_the_algorithm_claims(measur
     wire = codec.message_bytes(NUM_BYTES // 4)
     claim = traffic_of(algorithm, topology_of(*layout), NUM_BYTES, num_bytes_across=wire, is_ring=False)
     across, inside = (max(of_rank[algorithm, codec][place] for of_rank in found) for place in (1, 2))
-    print(f"{algorithm} {codec}: {across / NUM_BYTES:.4f} of it between hosts, {inside / NUM_BYTES:.4f} inside")
-    print(f"claimed {claim.across / NUM_BYTES:.4f} and {claim.inside / NUM_BYTES:.4f}")
     # Of these smaller buffers barriers, the checksum of the order and headers, which go to each other host, are more
     # than the tolerance: 13 kB with two hosts, 42 kB with four, and with other work on the machine 90 kB.
     others = layout[0] - 1

@@ -108,7 +108,7 @@ def distance(params, others):
     largest = 0.0
     for param, other in zip(params, others, strict=True):
         whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one.detach() for one in (param, other)]
-        one, other = (tensor.double() for tensor in whole)
+        one, other = (tensor.cpu().double() for tensor in whole)
         if one.numel() and not torch.equal(one, other):
             largest = max(largest, ((one - other).norm() / other.norm()).item())
     return largest
@@ -122,11 +122,21 @@ class Beside:
     """
 
     def __init__(
-        self, place, path, rule=LARS, *, shapes=SHAPES, whole_path=LOOP, half=None, dtype=torch.float32, **more
+        self,
+        place,
+        path,
+        rule=LARS,
+        *,
+        shapes=SHAPES,
+        whole_path=LOOP,
+        half=None,
+        dtype=torch.float32,
+        device="cpu",
+        **more,
     ):
-        self.place, self.half, self.scale = place, half, 64.0 if half else 1.0
+        self.place, self.half, self.scale, self.device = place, half, 64.0 if half else 1.0, device
         self.wholes = parameters(*shapes, dtype=dtype)
-        self.own = [nn.Parameter(place.cut(one.detach().clone())) for one in self.wholes]
+        self.own = [nn.Parameter(place.cut(one.detach().clone()).to(device)) for one in self.wholes]
         options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
         self.reference = rule(groups_of(self.wholes), **options, **whole_path)
         self.optimizer = rule(groups_of(self.own), **options, **path)
@@ -138,19 +148,19 @@ class Beside:
             for param in params:
                 param.grad_dtype = None
 
-    def give_grads(self, seed, spoilt=None):
-        """`spoilt`: (tensor, element) of the gradient that is inf, in the rank's own alone."""
+    def give_grads(self, seed, spoilt=None, bad=torch.inf):
+        """`spoilt`: (tensor, element) of the gradient that is `bad`, in the rank's own alone."""
         set_grads(self.wholes, seed)
         for index, (whole, own) in enumerate(zip(self.wholes, self.own, strict=True)):
             grad, whole.grad = (self.scale * whole.grad).to(self.half or whole.dtype), None
             whole.grad = grad if len(self.scaled) == 2 else grad.to(whole.dtype) / self.scale
             if spoilt is not None and spoilt[0] == index:
                 grad = grad.clone()
-                grad.view(-1)[spoilt[1]] = torch.inf
+                grad.view(-1)[spoilt[1]] = bad
             own.grad = None
-            own.grad = self.place.cut(grad)
+            own.grad = self.place.cut(grad).to(self.device)
         for optimizer, _ in self.scaled:
-            optimizer.grad_scale = torch.tensor(self.scale)
+            optimizer.grad_scale = torch.tensor(self.scale, device=self.device)
 
     def step(self, seed, spoilt=None):
         self.give_grads(seed, spoilt)
@@ -228,3 +238,36 @@ class HostReads(TorchDispatchMode):
         if func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique"):
             self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def overflow(both, spoilt, given=False, bad=torch.inf):
+    """Verdicts of three steps, whether the second left every bit, and the distance after the third.
+
+    `spoilt`: (tensor, element) of the gradient that is `bad`; `given`: the verdict is, on the last rank of parts alone.
+    """
+    found = [both.step(1)]
+    sign = torch.ones_like(both.wholes[0])
+    sign.view(-1)[0] = torch.copysign(torch.zeros(()), -both.wholes[0].detach().view(-1)[0])  # makes it -0.0,
+    with torch.no_grad():  # which must not become 0.0
+        both.wholes[0].mul_(sign)
+        both.own[0].mul_(both.place.cut(sign).to(both.device))
+        both.optimizer.copies[both.own[0]].copy_(both.own[0])
+    before = both.bits()
+    if given:
+        is_here = not isinstance(both.place, Parts) or both.place.rank == both.place.num_ranks - 1
+        both.optimizer.found_inf = torch.tensor(float(is_here), device=both.device)
+    both.give_grads(2, None if given else spoilt, bad)
+    both.optimizer.step()
+    found.append(both.optimizer.last_found_inf.item())
+    both.optimizer.found_inf = None
+    is_untouched = all(torch.equal(one, other) for one, other in zip(before, both.bits(), strict=True))
+    return [*found, both.step(3)], is_untouched, both.distance()
+
+
+def written(both):
+    """The distance after three steps, between which something else writes all weights."""
+    both.steps(1)
+    with torch.no_grad():
+        for param in (*both.own, *both.wholes):
+            param.mul_(1.5)
+    return both.steps(2, first=2).distance()

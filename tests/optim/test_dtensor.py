@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests.optim.makers import FUSED, LOOP, LR, Beside, Shards, distance, mesh_of
 from tests.optim.test_lars import normals, set_grads
+from tests.toy import error_of
 
 EVERY = {"default": {}, "loop": LOOP, "fused": FUSED}
 every_path = pytest.mark.parametrize("path", EVERY.values(), ids=EVERY)
@@ -71,26 +70,6 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
         assert found <= (2e-6 if path == FUSED else 0)
 
 
-@pytest.mark.long
-@settings(max_examples=12)
-@given(
-    shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=3, max_size=5),
-    placements=st.lists(
-        st.one_of(
-            st.none(),
-            st.tuples(st.sampled_from([Shard(0), Shard(1), Replicate()]), st.sampled_from([Shard(0), Replicate()])),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-    rule=st.sampled_from([LARS, LAMB]),
-    path=st.sampled_from(sorted(EVERY)),
-)
-def test_any_shapes_and_placements(four_ranks, shapes, placements, rule, path):
-    for found in four_ranks.run(distance_on_rank, (2, 2), placements, rule, {}, EVERY[path], shapes):
-        assert found <= 2e-6
-
-
 # ---- torch's own engines ---------------------------------------------------------------------------------------------
 
 
@@ -118,31 +97,27 @@ def engines_on_rank(data_size, tensor_size, rule, path):
     mesh = mesh_of(data_size, tensor_size, names=("data", "tensor"))
     ours, theirs = block_net(), block_net()
     if tensor_size > 1:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in list(theirs)[:2]:
-            parallelize_module(block, mesh["tensor"], plan)
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if data_size > 1:
-        for block in theirs:
+        for block in (*theirs, theirs):
             fully_shard(block, mesh=mesh["data"])
-        fully_shard(theirs, mesh=mesh["data"])
-    optimizers = [rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in (ours, theirs)]
+    whole, optimizer = (rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in (ours, theirs))
     own = mesh.get_local_rank("data")
-    counts = []
     for step in range(5):
         x = normals(4 * data_size, 12, seed=step, dtype=torch.float32)
         ours(x).square().mean().backward()
         theirs(x[4 * own : 4 * own + 4]).square().mean().backward()
         with Collectives() as collectives:
-            optimizers[1].step()
-        counts.append(collectives.count)
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    params = list(ours.parameters()), list(theirs.parameters())
-    kinds = {type(one).__name__ for param in params[1] if isinstance(param, DTensor) for one in param.placements}
-    state = {isinstance(optimizers[1].state[param][key], DTensor) for param in params[1] if isinstance(param, DTensor)
-             for key in optimizers[1].state[param] if key != "step"}  # fmt: skip
-    return distance(*params), kinds, counts[-1], state
+            optimizer.step()
+        whole.step()
+        for one in (whole, optimizer):
+            one.zero_grad()
+    sharded = [param for param in theirs.parameters() if isinstance(param, DTensor)]
+    kinds = {type(one).__name__ for param in sharded for one in param.placements}
+    states = [value for param in sharded for key, value in optimizer.state[param].items() if key != "step"]
+    found = distance(list(ours.parameters()), list(theirs.parameters()))
+    return found, kinds, collectives.count, {isinstance(value, DTensor) for value in states}
 
 
 class Collectives:
@@ -169,29 +144,24 @@ class Collectives:
 # Float32 gradients are added in another order than those of the whole batch; LAMB divides by roots of their squares,
 # which amplifies that in small ones. What the optimizer itself does in another way is in the tests above.
 ENGINE_BOUND = {LARS: 5e-6, LAMB: 5e-5}
-ENGINES = {"fsdp": (2, 1, {"Shard"}), "tensor parallel": (1, 2, {"Shard", "Replicate"})}
+ENGINES = {
+    "fsdp": (2, 1, {"Shard"}),
+    "tensor parallel": (1, 2, {"Shard", "Replicate"}),
+    "both": (2, 2, {"Shard", "_StridedShard"}),
+}
 
 
 @pytest.mark.sampled(5)
 @every_path
 @every_rule
 @pytest.mark.parametrize("engine", ENGINES)
-def test_fully_shard_and_tensor_parallelism_train_as_one_process_on_the_whole_batch(engine, rule, path, two_ranks):
+def test_fully_shard_and_tensor_parallelism_train_as_one_process_on_the_whole_batch(engine, rule, path, rank_pool):
     data_size, tensor_size, expected = ENGINES[engine]
-    for found, kinds, num_collectives, state in two_ranks.run(engines_on_rank, data_size, tensor_size, rule, path):
+    ranks = rank_pool.ranks(data_size * tensor_size)
+    for found, kinds, num_collectives, state in ranks.run(engines_on_rank, data_size, tensor_size, rule, path):
         assert found <= ENGINE_BOUND[rule]
-        assert kinds == expected
+        assert kinds >= expected
         assert state == {True}  # so that checkpoints can gather it
-        assert num_collectives <= (5 if path != LOOP else 20)
-
-
-@pytest.mark.sampled(5)
-@every_rule
-@every_path
-def test_fully_shard_over_tensor_parallelism_on_two_by_two_ranks(rule, path, four_ranks):
-    for found, kinds, num_collectives, _ in four_ranks.run(engines_on_rank, 2, 2, rule, path):
-        assert found <= ENGINE_BOUND[rule]
-        assert "_StridedShard" in kinds
         assert num_collectives <= (5 if path != LOOP else 20)
 
 
@@ -204,12 +174,12 @@ def sequence_on_rank(path):
     optimizers = [LARS(list(net.parameters()), lr=4.0, **path) for net in (ours, theirs)]
     for step in range(3):
         x = normals(8, 12, seed=step, dtype=torch.float32)
-        ours(x).square().mean().backward()
-        theirs(x[4 * rank : 4 * rank + 4]).square().mean().backward()
+        for net, rows in ((ours, x), (theirs, x[4 * rank : 4 * rank + 4])):
+            net.zero_grad()
+            net(rows).square().mean().backward()
         are_partial = [one.grad.placements[0].is_partial() for one in theirs[0].parameters()]
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
     return distance(list(ours.parameters()), list(theirs.parameters())), are_partial
 
 
@@ -260,40 +230,40 @@ def test_a_step_on_a_mesh_of_two_dimensions_is_two_collectives(options, four_ran
 def resumed_on_rank(rule, path):
     """Three steps, saved whole, loaded into whole tensors and into shards; two more steps of all three."""
     mesh = mesh_of(2)
-    ours, net, other = block_net(), block_net(), block_net()
-    for sharded in (net, other):
+    saved, whole, shards = nets = block_net(), block_net(), block_net()
+    for sharded in (saved, shards):
         for block in sharded:
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
-    nets = ours, net, other
-    optimizers = [rule(param_groups(one, 0.01), lr=LR[rule.__name__], **path) for one in nets]
+    optimizers = {net: rule(param_groups(net, 0.01), lr=LR[rule.__name__], **path) for net in nets}
 
-    def step(index, seed):
-        for param, one in zip(ours.parameters(), nets[index].parameters(), strict=True):
-            grad = normals(*param.shape, seed=seed, dtype=torch.float32)
-            one.grad = distribute_tensor(grad, one.device_mesh, one.placements) if isinstance(one, DTensor) else grad
-        optimizers[index].step()
+    def steps(net, seeds):
+        for seed in seeds:
+            for param in net.parameters():
+                grad = normals(*param.shape, seed=seed, dtype=torch.float32)
+                param.grad = place(grad, param)
+            optimizers[net].step()
 
-    for seed in range(3):
-        step(1, seed)
+    def place(tensor, like):
+        return distribute_tensor(tensor, mesh, like.placements) if isinstance(like, DTensor) else tensor
+
+    steps(saved, range(3))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    saved = get_optimizer_state_dict(net, optimizers[1], options=options)
-    weights = [param.detach().full_tensor() for param in net.parameters()]
-    with torch.no_grad():
-        for index in (0, 2):
-            for param, weight in zip(nets[index].parameters(), weights, strict=True):
-                param.copy_(distribute_tensor(weight, param.device_mesh, param.placements) if index else weight)
-    everywhere = [saved]
+    everywhere = [get_optimizer_state_dict(saved, optimizers[saved], options=options)]
     dist.broadcast_object_list(everywhere, src=0)  # torch gathers on rank zero only
-    for index in (0, 2):
-        set_optimizer_state_dict(
-            nets[index], optimizers[index], copy.deepcopy(everywhere[0]), options=StateDictOptions(full_state_dict=True)
-        )
-    for seed in range(3, 5):
-        for index in range(3):
-            step(index, seed)
-    expected = [param.detach().full_tensor() for param in net.parameters()]
-    return [distance(expected, list(one.parameters())) for one in (ours, other)]
+    weights = [param.detach().full_tensor() for param in saved.parameters()]
+    steps(saved, range(3, 5))
+    expected = [param.detach().full_tensor() for param in saved.parameters()]
+    found = []
+    for net in (whole, shards):
+        with torch.no_grad():
+            for param, weight in zip(net.parameters(), weights, strict=True):
+                param.copy_(place(weight, param))
+        state = copy.deepcopy(everywhere[0])
+        set_optimizer_state_dict(net, optimizers[net], state, options=StateDictOptions(full_state_dict=True))
+        steps(net, range(3, 5))
+        found.append(distance(expected, list(net.parameters())))
+    return found
 
 
 @pytest.mark.sampled(4)
@@ -307,16 +277,16 @@ def test_state_is_saved_whole_and_goes_on_as_whole_tensors_and_as_shards(rule, p
 
 def verdicts_on_rank():
     """A step that finds an inf by itself, then one that is given a verdict, then one with neither."""
-    optimizer = (both := Beside(Shards(mesh_of(2)), {}, shapes=SHAPES)).optimizer
-    found = []
-    for attributes in ({"grad_scale": torch.tensor(2.0)}, {"found_inf": torch.tensor(0.0)}, {}):
+    both, found = Beside(Shards(mesh_of(2)), {}, shapes=SHAPES), []
+    for name, value in (("grad_scale", 2.0), ("found_inf", 0.0), (None, None)):
         for param in both.own:
-            param.grad = torch.full_like(param, float("inf") if "grad_scale" in attributes else 1.0)
-        vars(optimizer).update(attributes)
-        optimizer.step()
-        found.append(None if optimizer.last_found_inf is None else float(optimizer.last_found_inf))
-        for name in attributes:
-            delattr(optimizer, name)
+            param.grad = torch.full_like(param, float("inf") if name == "grad_scale" else 1.0)
+        if name:
+            setattr(both.optimizer, name, torch.tensor(value))
+        both.optimizer.step()
+        found.append(None if both.optimizer.last_found_inf is None else float(both.optimizer.last_found_inf))
+        if name:
+            delattr(both.optimizer, name)
     return found
 
 
@@ -328,31 +298,25 @@ def test_the_verdict_of_a_step_is_its_own(two_ranks):
 
 
 def refusals_on_rank():
-    mesh = mesh_of(2)
-    partial = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]))
-    sharded, replicated = (
-        nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [one])) for one in (Shard(0), Replicate())
-    )
-    messages = []
-    for make in (lambda: LARS([partial], lr=1.0), lambda: LARS([sharded], lr=1.0, direction="orthogonal")):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            make()
-        messages.append(str(caught.value))
-    optimizer = LARS([replicated], lr=1.0, direction="orthogonal")
-    whole_param = nn.Parameter(replicated.detach().full_tensor().clone())
-    alone = LARS([whole_param], lr=1.0, direction="orthogonal")
-    set_grads([whole_param], 1)
-    replicated.grad = distribute_tensor(whole_param.grad, mesh, [Replicate()])
-    for each in (optimizer, alone):
+    mesh, ones = mesh_of(2), torch.ones(4, 3)
+    partial = nn.Parameter(DTensor.from_local(ones, mesh, [Partial()]))
+    sharded, replicated = (nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate()))
+    messages = [
+        error_of(LARS, [partial], lr=1.0),
+        error_of(LARS, [sharded], lr=1.0, direction="orthogonal"),
+    ]
+    whole = nn.Parameter(ones.clone())
+    optimizers = [LARS([one], lr=1.0, direction="orthogonal") for one in (whole, replicated)]
+    set_grads([whole], 1)
+    replicated.grad = distribute_tensor(whole.grad, mesh, [Replicate()])
+    for each in optimizers:
         each.step()
-    return messages, distance([whole_param], [replicated])
+    return messages, distance([whole], [replicated])
 
 
 def test_partial_parameters_and_singular_values_of_shards_are_refused(two_ranks):
     """A replicated matrix is whole on every rank, so its singular values are known."""
     for (partial, orthogonal), found in two_ranks.run(refusals_on_rank):
-        assert partial.startswith("`params[0].placements` (=(Partial(sum),)) must be Shard or Replicate")
-        assert "redistribute(placements=[Replicate()])" in partial
+        assert partial.startswith("ValueError: `params[0].placements` (=(Partial(sum),)) must be Shard or Replicate")
         assert 'and `direction` (="orthogonal") exclude each other' in orthogonal
-        assert 'direction="momentum"' in orthogonal
         assert found == 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LAMB
-from tests.optim.test_lars import assert_same_bits, copies_of, parameters, run, set_grads
+from tests.optim.test_lars import assert_same_bits, parameters, run
 
 
 def test_adamw_state_continues_in_lamb_without_trust():
@@ -29,16 +29,6 @@ def test_excluded_groups_use_a_multiplied_rate():
     assert_same_bits([weight], [same])
 
 
-@pytest.mark.parametrize("lr", [0.0, 0.01])
-def test_the_first_step_is_lr_of_the_weight(lr):
-    layers = parameters((40, 9), (3,), dtype=torch.float64)
-    before = copies_of(layers)
-    set_grads(layers, 1, scale=1e3)
-    LAMB(layers, lr=lr, weight_decay=0.1).step()
-    for layer, old in zip(layers, before, strict=True):
-        assert ((layer - old).norm() / old.norm()).item() == pytest.approx(lr, rel=1e-9)
-
-
 def test_gradients_are_clipped_together_over_groups_and_only_if_asked():
     """Two gradients of norm 3 and 4: together 5. Adam forgets their common scale at once, so look at the moments."""
     for bound, factor in ((None, 1.0), (10.0, 1.0), (2.5, 0.5)):
@@ -56,13 +46,3 @@ def test_gradients_are_clipped_together_over_groups_and_only_if_asked():
 def test_max_grad_norm_is_no_option_of_a_group():
     with pytest.raises(ValueError, match=r"`max_grad_norm` \(=2.0\) must be the optimizer's \(=1.0\)"):
         LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=1.0)
-
-
-@pytest.mark.parametrize("bias_correction", [False, True])
-def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(bias_correction):
-    """Alone on the CPU it is worked on in blocks, in a list as a whole; |u| is then summed in another order."""
-    in_blocks, whole = parameters((1100, 1000), (3,)), parameters((1100, 1000), (3,))
-    for params, foreach in ((in_blocks, False), (whole, True)):
-        optimizer = LAMB(params, lr=0.1, weight_decay=0.01, bias_correction=bias_correction, foreach=foreach)
-        run(optimizer, params, 2)
-    torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)

@@ -86,48 +86,6 @@ def test_lars_without_trust_is_sgd_bit_for_bit_under_a_schedule_and_for_large_te
     assert_same_bits(ours, theirs)
 
 
-def test_excluded_groups_use_their_own_decay_and_a_multiplied_rate():
-    (weight,), (same,) = parameters((6,)), parameters((6,))
-    group = {"params": [weight], "trust_ratio": False, "excluded_lr_mult": 0.25, "weight_decay": 0.5}
-    run(LARS([group], lr=0.5, momentum_form="lr_outside"), [weight], 3)
-    run(torch.optim.SGD([same], lr=0.125, momentum=0.9, weight_decay=0.5), [same], 3)
-    assert_same_bits([weight], [same])
-
-
-@pytest.mark.parametrize("momentum_form", FORMS)
-@pytest.mark.parametrize("lr", [0.0, 0.5, 16.0])
-def test_the_first_step_is_lr_times_trust_coefficient_of_the_weight(momentum_form, lr):
-    layers = parameters((40, 9), (3,), dtype=torch.float64)
-    before = copies_of(layers)
-    set_grads(layers, 1, scale=1e-4)
-    LARS(layers, lr=lr, trust_coefficient=0.01, momentum_form=momentum_form).step()
-    for layer, old in zip(layers, before, strict=True):
-        assert ((layer - old).norm() / old.norm()).item() == pytest.approx(lr * 0.01, rel=1e-9)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 3.0, 1e6])
-@pytest.mark.parametrize("momentum_form", ["lr_inside", "lr_outside"])
-def test_the_scale_of_the_gradient_does_not_matter_without_decay(scale, momentum_form):
-    """Float64: the ratio undoes the scale up to rounding."""
-    layers, scaled = parameters((8, 5), dtype=torch.float64), parameters((8, 5), dtype=torch.float64)
-    optimizers = [LARS(params, lr=2.0, momentum_form=momentum_form) for params in (layers, scaled)]
-    for step in range(5):
-        set_grads(layers, step)
-        set_grads(scaled, step, scale=scale)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(scaled, layers, rtol=1e-13, atol=1e-15)
-
-
-def test_trust_clip_makes_lr_a_ceiling():
-    """LARC: the step is min(q, lr) * gradient. Here q = 0.1 * 5 / 1."""
-    for lr, expected in ((0.01, 0.01), (0.5, 0.5), (100.0, 0.5)):
-        weight = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
-        weight.grad = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        LARS([weight], lr=lr, momentum=0.0, trust_coefficient=0.1, trust_clip=1.0).step()
-        assert 3.0 - weight[0].item() == pytest.approx(expected, rel=1e-12)
-
-
 def test_one_parameter_group_may_use_another_rule():
     mixed, alone = parameters((4,), (5,)), parameters((4,), (5,))
     groups = [{"params": mixed[:1]}, {"params": mixed[1:], "momentum_form": "ratio_outside", "denominator": "joint"}]
@@ -139,17 +97,6 @@ def test_one_parameter_group_may_use_another_rule():
         first.step()
         second.step()
     assert_same_bits(mixed, alone)
-
-
-@pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(denominator):
-    """Alone on the CPU it is worked on in blocks, in a list as a whole; "joint" then sums |d| in another order."""
-    in_blocks, whole = parameters((1100, 1000), (3,)), parameters((1100, 1000), (3,))
-    for params, foreach in ((in_blocks, False), (whole, True)):
-        run(LARS(params, lr=4.0, weight_decay=0.01, denominator=denominator, foreach=foreach), params, 2)
-    if denominator == "sum":
-        assert_same_bits(in_blocks, whole)
-    torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)

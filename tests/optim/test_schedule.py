@@ -98,33 +98,24 @@ def test_a_tensor_rate_is_filled_in_place():
     assert optimizer.param_groups[0]["lr"] is held
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("total_steps", {"total_steps": 0}),
-        ("total_steps", {"total_steps": 10.0}),
-        ("total_steps", {"total_steps": True}),
-        ("warmup_steps", {"warmup_steps": -1}),
-        ("warmup_steps", {"warmup_steps": 2.5}),
-        ("warmup_steps", {"warmup_steps": 10}),
-        ("power", {"power": 0}),
-        ("power", {"power": float("nan")}),
-        ("end_lr", {"end_lr": -1e-4}),
-        ("end_lr", {"end_lr": 9.0}),
-        ("warmup_start_lr", {"warmup_start_lr": -0.1}),
-        ("decay_from", {"decay_from": "peak"}),
-    ],
-)
-def test_bad_arguments_are_refused(name, options):
+BAD = {
+    "total_steps": [0, 10.0, True],
+    "warmup_steps": [-1, 2.5, 10],
+    "power": [0, float("nan")],
+    "end_lr": [-1e-4, 9.0],
+    "warmup_start_lr": [-0.1],
+    "decay_from": ["peak"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_bad_arguments_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"^`{name}` \(="):
-        WarmupPolynomialDecay(sgd(8.0), **{"total_steps": 10, **options})
+        WarmupPolynomialDecay(sgd(8.0), **{"total_steps": 10, name: value})
 
 
-def test_an_end_above_the_rate_of_any_group_is_refused_by_its_index():
+def test_an_end_above_the_rate_of_any_group_and_what_is_no_optimizer_are_refused():
     with pytest.raises(ValueError, match=r"`end_lr` \(=0.1\) must not exceed the learning rate of group 1 \(=0.01\)"):
         WarmupPolynomialDecay(sgd(8.0, 0.01), 10, end_lr=0.1)
-
-
-def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="`optimizer` "):
         WarmupPolynomialDecay(nn.Linear(1, 1), 10)

@@ -54,15 +54,6 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(data, 
     assert unevenness(found) == min(map(unevenness, fitting))
 
 
-def test_blocks_without_times_are_counted():
-    assert balanced_cuts([0.0] * 8, [0.0] * 8, 4) == [2, 4, 6]
-
-
-def test_one_stage_has_no_cut_and_as_many_as_blocks_cut_everywhere():
-    assert balanced_cuts([1, 2, 3], [0, 0, 0], 1) == []
-    assert balanced_cuts([1, 2, 3], [0, 0, 0], 3) == [1, 2]
-
-
 def test_1f1b_keeps_most_in_the_first_stage_and_so_cuts_it_shorter():
     """Four micro-batches are alive in the first stage of four, and one in the last."""
     more = {"activation_bytes": [2.0] * 8, "most_bytes": 12.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,12 +11,12 @@ import torch.nn.functional as F
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.callbacks import ReplicaCheck
 from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
+from tests.scenes import at, fit, play, same
 
 
 class Measured(toy.Toy):
@@ -56,38 +58,31 @@ class Named(toy.Blobs):
         return {"images": images, "targets": targets}
 
 
-def fit_and_predict(strategy, size, accumulate):
-    module, parameters = Measured(), None
+def fit_and_predict(scene):
+    module = Measured()
     parameters = list(map(id, module.parameters()))
-    trainer = toy.trainer(
-        strategy=strategy,
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-        precision="16-true",
-        callbacks=[ReplicaCheck()],
+    trainers = []
+    scene = {**scene, "val": cases.loader_of(Named(20), 6), "precision": "16-true", "max_epochs": 1}
+    seen = play(
+        {"module": module, "callbacks": [ReplicaCheck(), at(on_fit_start=lambda t, _: trainers.append(t))], **scene}
     )
-    trainer.fit(module, cases.loader_of(Named(64), size), cases.loader_of(Named(20), 6))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert list(map(id, module.parameters())) == parameters  # the user's own objects
     alone = module.net(torch.ones(2, toy.NUM_FEATURES))
-    predictions = trainer.predict(module, cases.loader_of(Named(20), 6))
-    (tested,) = trainer.validate(module, cases.loader_of(Named(20), 6), verbose=False)
-    return logged, torch.cat(predictions), tested, alone.detach()
+    predictions = trainers[0].predict(module, cases.loader_of(Named(20), 6))
+    (tested,) = trainers[0].validate(module, cases.loader_of(Named(20), 6), verbose=False)
+    return seen.metrics, torch.cat(predictions), tested, alone.detach()
 
 
 def through_stages(schedule="1f1b"):
-    return fit_and_predict(HybridPipelineStrategy(num_stages=2, num_microbatches=4, schedule=schedule), 16, 1)
-
-
-def without_stages():
-    return fit_and_predict(HybridAllReduceStrategy(), 4, 4)
+    return cases.in_stages(data=Named(64), batch_size=16, schedule=schedule, raises=False, warns=False)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, two_ranks, schedule):
-    one, two = two_ranks.run(through_stages, schedule)
-    (expected,) = one_rank.run(without_stages)
+    one, two = two_ranks.run(fit_and_predict, through_stages(schedule))
+    alone = cases.accumulated(data=Named(64), batch_size=16, raises=False, warns=False)
+    (expected,) = one_rank.run(fit_and_predict, alone)
     assert one[0] == two[0]
     assert one[0]["num_seen"] == one[0]["sum"] == 64
     assert one[0].keys() == expected[0].keys()
@@ -101,10 +96,9 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
 
 @pytest.mark.long
 def test_metrics_count_once_over_data_ranks_as_well(four_ranks):
-    found = four_ranks.run(through_stages)
-    assert {each[0]["num_seen"] for each in found} == {64.0}
-    assert {each[0]["sum"] for each in found} == {64.0}
-    assert len({str(each[0]) for each in found}) == 1
+    found = [metrics for metrics, *_ in four_ranks.run(fit_and_predict, through_stages())]
+    assert found[0]["num_seen"] == found[0]["sum"] == 64
+    assert all(metrics == found[0] for metrics in found)
 
 
 class Photos(torch.utils.data.Dataset):
@@ -136,27 +130,13 @@ class Photographer(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def photograph(net, strategy, size, accumulate):
-    module = Photographer(net)
-    trainer = toy.trainer(strategy=strategy, accumulate_grad_batches=accumulate, max_epochs=1)
-    trainer.fit(module, cases.loader_of(Photos(), size))
-    return toy.weights(module)
-
-
-def photograph_in_stages(net, num_stages):
-    return photograph(net, HybridPipelineStrategy(num_stages=num_stages, num_microbatches=4), 8, 1)
-
-
-def photograph_alone(net):
-    return photograph(net, HybridAllReduceStrategy(), 2, 4)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 def test_the_networks_of_the_recipes_offer_their_blocks(one_rank, four_ranks, net):
-    (expected,) = one_rank.run(photograph_alone, net)
-    for own in four_ranks.run(photograph_in_stages, net, 4):
-        assert toy.same_bits(own, expected)
+    module, scene = partial(Photographer, net), {"data": Photos(), "max_epochs": 1}
+    (expected,) = fit(one_rank, module, **cases.accumulated(**scene))
+    piped = fit(four_ranks, module, **cases.in_stages(num_stages=4, **scene))
+    assert all(same(own.weights, expected.weights) for own in piped)
 
 
 class Undecoded(toy.Blobs):
@@ -179,16 +159,8 @@ class DecodesWhereItMatters(toy.Toy):
         return self.train_dataloader()
 
 
-def fit_undecoded():
-    module = DecodesWhereItMatters()
-    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=4)
-    toy.trainer(strategy=strategy, max_epochs=1).fit(module)
-    return toy.weights(module), module.losses[-1]
-
-
 def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
-    (expected,) = one_rank.run(cases.by_accumulation, 4, {"max_epochs": 1})
-    found = two_ranks.run(fit_undecoded)
-    for weights, _ in found:
-        assert toy.same_bits(weights, expected["weights"])
-    assert found[0][1] == found[1][1]
+    (expected,) = fit(one_rank, **cases.accumulated(max_epochs=1))
+    found = fit(two_ranks, DecodesWhereItMatters, **{**cases.in_stages(max_epochs=1), "train": None})
+    assert all(same(own.weights, expected.weights) for own in found)
+    assert found[0].losses[-1] == found[1].losses[-1]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
-from tests import toy
-from tests.pipeline import cases
+from tests.pipeline.cases import accumulated, in_stages, loader_of
+from tests.scenes import fit, same
+
+COLUMN = torch.arange(3.0).view(3, 1).expand(3, 4)
 
 
 class Photos(torch.utils.data.Dataset):
@@ -67,32 +70,19 @@ class Turned(ChannelsLast):
         )
 
 
-def left_by(strategy, module, size, **settings):
-    made = module()
-    trainer = toy.trainer(strategy=strategy, max_epochs=1, **settings)
-    trainer.fit(made, cases.loader_of(Photos(), size), cases.loader_of(Photos(), 8))
-    return toy.weights(made), float(trainer.callback_metrics["val_loss"])
-
-
-def in_stages(module, cuts, precision):
-    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2, cuts=cuts)
-    return left_by(strategy, module, 8, precision=precision)
-
-
-def alone(module, precision):
-    return left_by(HybridAllReduceStrategy(), module, 4, precision=precision, accumulate_grad_batches=2)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "cuts", "precision"),
     [(ChannelsLast, [2], "bf16-true"), (ChannelsLast, [3], "32-true"), (Turned, [5], "32-true")],
 )
 def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank, two_ranks, module, cuts, precision):
-    ((weights, val_loss),) = one_rank.run(alone, module, precision)
-    for own, own_loss in two_ranks.run(in_stages, module, cuts, precision):
-        assert toy.same_bits(own, weights)
-        assert own_loss == pytest.approx(val_loss, abs=1e-2 if precision == "bf16-true" else 1e-5)
+    val = partial(loader_of, Photos(), 8)
+    scene = {"data": Photos(), "val": val, "precision": precision, "max_epochs": 1}
+    (expected,) = fit(one_rank, module, **accumulated(num=2, **scene))
+    for own in fit(two_ranks, module, **in_stages(num_microbatches=2, cuts=cuts, **scene)):
+        assert same(own.weights, expected.weights)
+        bound = 1e-2 if precision == "bf16-true" else 1e-5
+        assert own.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=bound)
 
 
 def test_a_boundary_has_the_layout_that_its_blocks_make():
@@ -103,17 +93,16 @@ def test_a_boundary_has_the_layout_that_its_blocks_make():
     assert not found.has_layout_of(torch.empty(found.shape))
 
 
-def test_a_tensor_that_lies_otherwise_than_agreed_is_sent_in_the_order_agreed_on():
-    boundary, tensor = Boundary((2, 3), torch.float32, stride=(1, 2)), torch.arange(6.0).view(2, 3)
+@pytest.mark.parametrize(
+    ("boundary", "tensor", "numel"),
+    [
+        (Boundary((2, 3), torch.float32, stride=(1, 2)), torch.arange(6.0).view(2, 3), 6),
+        (boundary_of(COLUMN), COLUMN, 12),
+    ],
+    ids=["in another order than agreed", "with gaps"],
+)
+def test_a_tensor_is_sent_in_the_order_agreed_on_and_without_gaps(boundary, tensor, numel):
     received = boundary.empty("cpu")
+    assert boundary.message(received).numel() == numel
     boundary.message(received).copy_(boundary.message(tensor))
     assert torch.equal(received, tensor)
-
-
-def test_a_tensor_with_gaps_is_sent_without_them():
-    column = torch.arange(3.0).view(3, 1).expand(3, 4)
-    boundary = boundary_of(column)
-    received = boundary.empty("cpu")
-    assert boundary.message(received).numel() == 12
-    boundary.message(received).copy_(boundary.message(column))
-    assert torch.equal(received, column)

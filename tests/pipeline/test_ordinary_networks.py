@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.pipeline.cut_model import example_hidden
 from tests import toy
+from tests.pipeline.cases import accumulated, in_stages
+from tests.scenes import Keeps, at, play, same
 
 WIDTH = toy.NUM_FEATURES
 
@@ -60,34 +59,24 @@ class WithModule(Block):
 
 
 class Caching(Block):
-    """Makes the tensor at the first forward."""
+    """Makes the tensor at the first forward, and keeps it as an attribute, or by name in a dictionary."""
 
     def scale_of(self, x):
-        if self.scale is None:
-            self.scale = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device)
-        return self.scale
-
-
-class CachingByName(Block):
-    """Makes the tensor at the first forward, and keeps it in a dictionary."""
-
-    def scale_of(self, x):
-        if "scale" not in self.scale:
-            self.scale["scale"] = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device)
-        return self.scale["scale"]
+        kept = vars(self) if self.scale is None else self.scale
+        if kept.get("table") is None:
+            kept["table"] = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device)
+        return kept["table"]
 
 
 def blocks(kind):
     table, rotary = torch.linspace(-1, 1, WIDTH), Rotary()
-    if kind == "shared buffer":
-        return [WithBuffer(table) for _ in range(4)]
-    if kind == "shared module":
-        return [WithModule(rotary) for _ in range(4)]
-    if kind == "cached":
-        return [*[Caching(None) for _ in range(2)], *[CachingByName({}) for _ in range(2)]]
-    if kind == "plain":
-        return [Block(torch.linspace(-1, 1, WIDTH)) for _ in range(4)]
-    return [nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True)]
+    return {
+        "in place": lambda: [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True))],
+        "shared buffer": lambda: [WithBuffer(table) for _ in range(4)],
+        "shared module": lambda: [WithModule(rotary) for _ in range(4)],
+        "cached": lambda: [Caching(None), Caching(None), Caching({}), Caching({})],
+        "plain": lambda: [Block(table.clone()) for _ in range(4)],
+    }[kind]()
 
 
 class Ordinary(toy.Toy):
@@ -103,28 +92,13 @@ class Ordinary(toy.Toy):
         self.log("val_loss", F.cross_entropy(self.net(images).float(), targets), sync_dist=True)
 
 
-def fit(kind, strategy, size, accumulate, path):
+def left_by(kind, path, scene):
     module = Ordinary(kind)
-    callbacks = [ModelCheckpoint(path, save_last=True)]
-    trainer = toy.trainer(
-        strategy=strategy,
-        accumulate_grad_batches=accumulate,
-        max_epochs=1,
-        callbacks=callbacks,
-        enable_checkpointing=True,
-    )
-    trainer.fit(module, toy.loader(32, size), toy.loader(16, 8))
+    best = ModelCheckpoint(path, save_last=True)
+    more = {"callbacks": [best], "enable_checkpointing": True, "val": toy.loader(16, 8), "max_epochs": 1}
+    seen = play({"module": module, "raises": False, "warns": False, **more, **scene})
     saved = torch.load(path / "last.ckpt", weights_only=True)["state_dict"]
-    alone = module.net(torch.ones(2, WIDTH)).detach()  # whole on every rank
-    return toy.weights(module), saved, float(trainer.callback_metrics["val_loss"]), alone
-
-
-def in_stages(kind, cuts, path):
-    return fit(kind, HybridPipelineStrategy(num_stages=2, num_microbatches=4, cuts=cuts), 16, 1, path)
-
-
-def without_stages(kind, path):
-    return fit(kind, HybridAllReduceStrategy(comm=Comm(tune="off")), 4, 4, path)
+    return seen, saved, module.net(torch.ones(2, WIDTH)).detach()  # whole on every rank
 
 
 @pytest.mark.parametrize(
@@ -138,12 +112,13 @@ def without_stages(kind, path):
     ],
 )
 def test_networks_as_users_write_them_train_as_under_accumulation(one_rank, two_ranks, tmp_path, kind, cuts):
-    (expected,) = one_rank.run(without_stages, kind, tmp_path / "alone")
-    for own in two_ranks.run(in_stages, kind, cuts, tmp_path / "stages"):
-        assert toy.same_bits(own[0], expected[0])
-        assert toy.same_bits(own[1], expected[0])
-        assert own[2] == pytest.approx(expected[2], rel=1e-5)
-        assert torch.equal(own[3], expected[3])
+    scene = {"data": toy.Blobs(32), "batch_size": 16}
+    ((expected, _, output),) = one_rank.run(left_by, kind, tmp_path / "alone", accumulated(**scene))
+    for seen, saved, own_output in two_ranks.run(left_by, kind, tmp_path / "stages", in_stages(cuts=cuts, **scene)):
+        assert same(seen.weights, expected.weights)
+        assert same(dict(saved), expected.weights)
+        assert seen.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-5)
+        assert torch.equal(own_output, output)
 
 
 class WithExample(Ordinary):
@@ -157,7 +132,7 @@ class WithExample(Ordinary):
         return self.net(x)
 
 
-class LogsGraphs(DummyLogger):
+class LogsGraphs(Keeps):
     """Runs the network on the module's example, as TensorBoard's logger does with `log_graph=True`."""
 
     def log_graph(self, model, input_array=None):
@@ -165,28 +140,20 @@ class LogsGraphs(DummyLogger):
             model(model.example_input_array)
 
 
-class Fails(pl.Callback):
-    def on_train_batch_end(self, *args):
-        raise RuntimeError("on purpose")
+def fails(*_):
+    raise RuntimeError("on purpose")
 
 
-def fit_with_example(fails):
+def error_and_example(scene):
     module = WithExample()
-    trainer = toy.trainer(
-        strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4),
-        max_epochs=1,
-        enable_model_summary=True,
-        logger=LogsGraphs(),
-        callbacks=[Fails()] if fails else [],
-    )
-    error = toy.error_of(trainer.fit, module, toy.loader(32, 16))
-    return error, tuple(module.example_input_array.shape)
+    return play({"module": module, **scene}).error, tuple(module.example_input_array.shape)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks, fails):
-    for error, shape in two_ranks.run(fit_with_example, fails):
-        assert ("on purpose" in error) if fails else not error
+@pytest.mark.parametrize("callbacks", [[], [at(on_train_batch_end=fails)]], ids=["ends", "fails"])
+def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks, callbacks):
+    more = {"logger": LogsGraphs(), "enable_model_summary": True, "max_epochs": 1, "raises": True, "warns": False}
+    for error, shape in two_ranks.run(error_and_example, in_stages(batch_size=16, callbacks=callbacks, **more)):
+        assert ("on purpose" in error) if callbacks else not error
         assert shape == (2, WIDTH)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_hybrid import HybridPipelineStrategy
 from tests import toy
+from tests.pipeline.cases import in_stages
+from tests.scenes import at, fit, same
 
 
 class Noisy(nn.Module):
@@ -33,38 +34,34 @@ class Wild(toy.Toy):
         self.net = nn.Sequential(*(Noisy() for _ in range(4)))
 
 
-def fit(path, resumed=None, **options):
-    module = Wild()
-    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2, **options)
-    trainer = toy.trainer(strategy=strategy, max_epochs=1 if path else 2, limit_train_batches=2)
-    trainer.fit(module, toy.loader(32, 8), ckpt_path=resumed)
-    if path:
-        trainer.save_checkpoint(path)
-    return toy.weights(module), [block.seen for block in module.net], torch.get_rng_state()
+def drawn(trainer, module):
+    """The noise of each block, and the state outside of all."""
+    return [block.seen for block in module.net], torch.get_rng_state()
 
 
-def fits(path):
-    whole, kept = fit(None), fit(None, checkpoint_activations=True)
-    fit(path)
-    return whole, kept, fit(None, resumed=path), fit(None, schedule="interleaved")
+def fit_wild(ranks, **options):
+    scene = {"batch_size": 8, "num_microbatches": 2, "limit_train_batches": 2, "callbacks": [at(on_train_end=drawn)]}
+    return fit(ranks, Wild, **in_stages(data=toy.Blobs(32), **scene, **options))
 
 
-def noise_of_two_pipelines():
-    return [noise for seen in fit(None)[1] for noise in seen]
+def noises(found):
+    return [str(noise) for rank in found for seen in rank.looks["on_train_end"][0][0] for noise in seen]
 
 
 def test_each_pipeline_draws_its_own(four_ranks):
-    found = four_ranks.run(noise_of_two_pipelines)
-    drawn = [str(noise) for rank in found for noise in rank]
-    assert len(drawn) == len(set(drawn)) > 0
+    of_all = noises(fit_wild(four_ranks))
+    assert len(of_all) == len(set(of_all)) > 0
 
 
 def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
-    found = two_ranks.run(fits, str(tmp_path / "a.ckpt"))
-    for number in (0, 3):  # two stages, and four
-        drawn = [str(noise) for rank in found for seen in rank[number][1] for noise in seen]
-        assert len(drawn) == len(set(drawn)) == 4 * 2 * 2 * 2  # blocks, micro-batches, batches, epochs
-        assert torch.equal(found[0][number][2], found[1][number][2])  # outside all stages are where they were
-    for whole, kept, resumed, _ in found:
-        assert toy.same_bits(whole[0], kept[0])
-        assert toy.same_bits(whole[0], resumed[0])
+    path = str(tmp_path / "a.ckpt")
+    whole, in_quarters = fit_wild(two_ranks), fit_wild(two_ranks, schedule="interleaved")
+    for found in (whole, in_quarters):  # two stages, and four
+        of_all = noises(found)
+        assert len(of_all) == len(set(of_all)) == 4 * 2 * 2 * 2  # blocks, micro-batches, batches, epochs
+        states = [rank.looks["on_train_end"][0][1] for rank in found]
+        assert torch.equal(*states)  # outside all stages they are where they were
+    fit_wild(two_ranks, max_epochs=1, save_to=path)
+    kept, resumed = fit_wild(two_ranks, checkpoint_activations=True), fit_wild(two_ranks, ckpt_path=path)
+    for found in (kept, resumed):
+        assert all(same(one.weights, other.weights) for one, other in zip(found, whole, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,26 +16,13 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.microbatches import (
-    Muting,
-    digest_of,
-    input_of_net,
-    loss_in,
-    microbatches,
-    random_state,
-)
-from lightning_hybrid.pipeline.options import (
-    blocks_of,
-    check_options,
-    check_ranks,
-    cut_places,
-)
-from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
+from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
+from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
-from tests.pipeline import cases
-
-# ---- options ---------------------------------------------------------------------------------------------------------
+from tests.pipeline.cases import in_stages, loader_of
+from tests.scenes import at, fit, play, same
 
 
 @pytest.mark.parametrize(
@@ -43,7 +30,6 @@ from tests.pipeline import cases
     [
         ({"schedule": "pipedream"}, "weight stashing"),
         ({"schedule": "ZeroBubble"}, "past DistributedDataParallel"),
-        ({"schedule": "zb"}, "past DistributedDataParallel"),
         ({"schedule": "dualpipe_v"}, "past DistributedDataParallel"),
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
         ({"num_stages": 1}, "one stage is no pipeline"),
@@ -59,22 +45,9 @@ def test_options_that_cannot_work_are_refused_when_they_are_given(options, words
     assert words in str(caught.value)
 
 
-def test_every_schedule_of_the_three_is_accepted():
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        check_options(num_stages=2, num_microbatches=8, schedule=schedule, cuts=None)
-
-
-def test_ranks_that_do_not_divide_into_pipelines_are_refused():
-    with pytest.raises(ValueError, match=r"`num_stages` \(=4\) must divide the number of ranks \(=6\)"):
-        check_ranks(num_stages=4, world_size=6)
-
-
 def test_the_names_are_registered_beside_those_of_the_all_reduce():
     for name in ("hybrid_pipeline", "hybrid_pipeline_spawn", "hybrid_pipeline_fork"):
         assert name in StrategyRegistry
-
-
-# ---- the module ------------------------------------------------------------------------------------------------------
 
 
 class Module(pl.LightningModule):
@@ -118,23 +91,29 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
     assert words in str(caught.value)
 
 
-def test_cuts_behind_the_last_block_and_too_many_stages_are_refused():
-    with pytest.raises(ValueError, match="the last stage would be empty"):
-        cut_places([1.0, 1.0], [2], 2)
-    with pytest.raises(ValueError, match="at most the number of blocks"):
-        cut_places([1.0], None, 2)
-
-
-# ---- batches and calls -----------------------------------------------------------------------------------------------
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"`batch_size` \(=6\) must be a multiple of `num_microbatches` \(=4\)"):
-        microbatches(torch.zeros(6, 2), 4)
-    with pytest.raises(ValueError, match="must hold a tensor"):
-        microbatches({"path": "a.jpg"}, 4)
-    with pytest.raises(ValueError, match=r"one first dimension .* \(= 8 in the first of them, 16 in others\)"):
-        microbatches({"labelled": torch.zeros(8), "not": torch.zeros(16)}, 4)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: check_ranks(num_stages=4, world_size=6),
+            r"`num_stages` \(=4\) must divide the number of ranks",
+        ),
+        (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
+        (lambda: cut_places([1.0], None, 2), "at most the number of blocks"),
+        (
+            lambda: microbatches(torch.zeros(6, 2), 4),
+            r"`batch_size` \(=6\) must be a multiple of `num_microbatches`",
+        ),
+        (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
+        (
+            lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4),
+            r"one first dimension .* \(= 8",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_micro_batches_are_those_of_a_smaller_loader():
@@ -146,28 +125,15 @@ def test_micro_batches_are_those_of_a_smaller_loader():
     assert second["row"] is batch["row"]
 
 
-def test_labels_are_compared_and_augmented_images_are_not():
-    labels, others = torch.tensor([1, 2]), torch.tensor([1, 3])
-    same = [digest_of((torch.rand(2, 3), labels), with_values=True) for _ in range(2)]
-    assert same[0] == same[1]
-    assert digest_of((torch.rand(2, 3), others), with_values=True) != same[0]
-    assert digest_of((torch.rand(3, 3), labels), with_values=True) != same[0]
-    alone = [digest_of(torch.rand(2), with_values=True) for _ in range(2)]
-    assert alone[0] != alone[1]  # no labels: all values count
-
-
-def test_a_network_that_is_called_otherwise_than_with_one_tensor_is_refused():
+def test_a_network_that_is_called_otherwise_than_with_one_tensor_and_a_loss_of_none_are_refused():
     net = nn.Identity()
+    with pytest.raises(ValueError, match="must return a loss"):
+        loss_in(None)
     with pytest.raises(ValueError, match="must be called with one tensor"):
         input_of_net(net, lambda: net([torch.zeros(1)]))
     with pytest.raises(ValueError, match="must call the network"):
         input_of_net(net, lambda: torch.zeros(1))
     assert "forward" not in vars(net)
-
-
-def test_a_loss_of_none_is_refused():
-    with pytest.raises(ValueError, match="must return a loss"):
-        loss_in(None)
 
 
 def test_blocks_with_several_tensors_or_shapes_by_value_are_refused():
@@ -186,56 +152,30 @@ def test_blocks_with_several_tensors_or_shapes_by_value_are_refused():
         output_of([ByValue()], given, cpu)
 
 
-def test_shapes_are_found_without_a_trace_in_running_statistics():
-    norm = nn.BatchNorm1d(3)
-    before = toy.weights(norm)
-    given = Boundary((2, 3), torch.float32)
-    assert output_of([nn.Sequential(norm, nn.Dropout())], given, torch.device("cpu")) == given
-    assert toy.same_bits(toy.weights(norm), before)
-
-
-def test_muted_metrics_and_logs_count_nothing_and_gathering_is_refused():
+def test_gathering_is_refused_where_metrics_and_logs_are_muted():
     module = toy.Toy()
-    from torchmetrics import SumMetric
-
-    module.total = SumMetric()
-    muting = Muting(module)
-    with muting.muted():
-        assert module.total(torch.tensor(3.0)) == 3.0  # what the user computes with it works
+    with Muting(module).muted():
         module.log("a", 1.0)
         with pytest.raises(RuntimeError, match="cannot be called in `training_step`"):
             module.all_gather(torch.zeros(1))
-    module.total(torch.tensor(4.0))
-    assert module.total.compute() == 4.0
-    with muting.muted():
-        assert not module.total.update_called  # reset after each micro-batch
 
 
-def test_random_numbers_outside_the_network_are_those_of_the_micro_batch():
-    def drawn():
-        return torch.rand(1).item(), random.random(), np.random.rand()
-
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    expected = drawn()
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-    with random_state((7, 0), torch.device("cpu")) as has_drawn:
-        assert not has_drawn()
-        one = drawn()
-        assert has_drawn()
-    assert drawn() == expected
-    with random_state((7, 0), torch.device("cpu")):
-        assert drawn() == one
-    with random_state((7 + 2**40, 0), torch.device("cpu")):  # the generators themselves take the low 32 bits
-        assert not set(drawn()) & set(one)
-
-
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
-def test_a_draw_of_any_of_the_three_kinds_is_noticed(draw):
-    with random_state(7, torch.device("cpu")) as has_drawn:
-        draw()
-        assert has_drawn()
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
+def test_a_draw_of_any_of_the_three_kinds_is_noticed_and_leaves_those_outside_undisturbed(draw):
+    cpu = torch.device("cpu")
+    with random_state(1, cpu):
+        outside = [draw(), draw()]
+    with random_state(1, cpu):
+        before = draw()
+        with random_state((7, 0), cpu) as has_drawn:
+            assert not has_drawn()
+            inside = draw()
+            assert has_drawn()
+        assert [before, draw()] == outside
+    with random_state((7, 0), cpu):
+        assert draw() == inside
+    with random_state((7 + 2**40, 0), cpu):  # the generators themselves take the low 32 bits
+        assert draw() != inside
 
 
 def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
@@ -254,15 +194,6 @@ def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects
     assert optimizer.param_groups[0]["params"][0] is own
 
 
-def test_every_rank_has_its_place():
-    places = [PipelineRanks(rank=rank, world_size=4, num_ranks=2, stages_per_rank=2) for rank in range(4)]
-    assert [(each.data_rank, each.stages) for each in places] == [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
-    assert places[0].replicas == ((0, 2), (1, 3))
-
-
-# ---- ranks that differ -----------------------------------------------------------------------------------------------
-
-
 class Unshuffled(toy.Blobs):
     """Other labels on other ranks."""
 
@@ -277,22 +208,21 @@ class Wider(toy.Toy):
         self.net[5] = nn.Linear(4 * toy.NUM_FEATURES, 16, bias=dist.get_rank() == 0)
 
 
-def message(what):
-    options, module, data = {"num_stages": 2, "num_microbatches": 4}, toy.Toy, toy.Blobs(32)
+def different(what):
+    """The error of a fit in which ranks differ."""
+    rank, more = dist.get_rank(), {}
     if what == "cuts":
-        options["cuts"] = [2 + dist.get_rank()]
+        more["cuts"] = [2 + rank]
     elif what == "num_microbatches":
-        options["num_microbatches"] = 4 * (1 + dist.get_rank())
-    elif what == "blocks":
-        module = Wider
+        more["num_microbatches"] = 4 * (1 + rank)
     elif what == "labels":
-        data = Unshuffled(32)
-    size = 8 + 8 * dist.get_rank() if what == "shapes" else 12 if what == "size" else 8
-    trainer = toy.trainer(strategy=HybridPipelineStrategy(**options), max_epochs=1, use_distributed_sampler=False)
-    if what == "size":
-        options["num_microbatches"] = 8
-        trainer = toy.trainer(strategy=HybridPipelineStrategy(**options), max_epochs=1)
-    return toy.error_of(trainer.fit, module(), cases.loader_of(data, size))
+        more["data"] = Unshuffled(32)
+    elif what == "shapes":
+        more["batch_size"] = 8 + 8 * rank
+    elif what == "size":
+        more |= {"num_microbatches": 8, "batch_size": 12}
+    scene = in_stages(**{"data": toy.Blobs(32), "max_epochs": 1, **more}, raises=True, warns=False)
+    return play({"module": Wider if what == "blocks" else toy.Toy, **scene}).error
 
 
 @pytest.mark.sampled(3)
@@ -308,8 +238,7 @@ def message(what):
     ],
 )
 def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks, what, words):
-    found = two_ranks.run(message, what)
-    for text in found:
+    for text in two_ranks.run(different, what):
         assert text.startswith("ValueError")
         assert words in text
 
@@ -339,20 +268,14 @@ class Masks(toy.Toy):
         return losses[torch.from_numpy(images.numpy()[:, 0] > 0)].sum()
 
 
-def errors_with_augmented_images():
-    errors = []
-    for module in (Decodes, Masks, toy.Toy):
-        trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
-        errors.append(toy.error_of(trainer.fit, module(), cases.loader_of(Flipped(32), 16)))
-    return errors
-
-
-def test_images_that_the_loss_depends_on_must_be_the_same_on_all_ranks(two_ranks):
-    for found in two_ranks.run(errors_with_augmented_images):
-        for text in found[:2]:
-            assert "ValueError: The loss of the first micro-batch in stages" in text
-            assert "depend on images that each rank augments at random" in text
-        assert not found[2]
+@pytest.mark.parametrize("module", [Decodes, Masks, toy.Toy])
+def test_images_that_the_loss_depends_on_must_be_the_same_on_all_ranks(two_ranks, module):
+    for seen in fit(two_ranks, module, **in_stages(data=Flipped(32), batch_size=16, max_epochs=1, raises=True)):
+        if module is toy.Toy:
+            assert not seen.error
+        else:
+            assert "ValueError: The loss of the first micro-batch in stages" in seen.error
+            assert "depend on images that each rank augments at random" in seen.error
 
 
 class Sharded(torch.utils.data.IterableDataset):
@@ -363,19 +286,13 @@ class Sharded(torch.utils.data.IterableDataset):
         return (data[index] for index in range(dist.get_rank(), 32, 2))
 
 
-def evaluation_errors():
-    trainer = toy.trainer(strategy=HybridPipelineStrategy(num_stages=2, num_microbatches=4), max_epochs=1)
-    whole, parts = toy.loader(32, 8), cases.loader_of(Sharded(), 8)
-    return [
-        toy.error_of(trainer.fit, toy.Toy(), whole, parts),
-        *(toy.error_of(call, toy.Toy(), parts) for call in (trainer.validate, trainer.test, trainer.predict)),
-    ]
-
-
-def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks):
-    for found in two_ranks.run(evaluation_errors):
-        assert all("ValueError: The batch must be the same on all ranks" in text for text in found)
-        assert all("IterableDataset" in text for text in found)
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks, call):
+    parts = partial(loader_of, Sharded(), 8)
+    scene = in_stages(data=toy.Blobs(32), max_epochs=1, call=call, raises=True)
+    for seen in fit(two_ranks, **scene | ({"val": parts} if call == "fit" else {"train": parts})):
+        assert "ValueError: The batch must be the same on all ranks" in seen.error
+        assert "IterableDataset" in seen.error
 
 
 class Mixes(toy.Toy):
@@ -400,44 +317,36 @@ class SkipsRows(toy.Toy):
         return super().loss((images, targets))
 
 
-def message_of(module):
-    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
-    return toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module(), toy.loader(64, 16))
+TWO = {"batch_size": 16, "num_microbatches": 2, "max_epochs": 1}
 
 
 def test_other_rows_for_what_is_logged_than_for_what_is_trained_are_refused(two_ranks):
-    for text in two_ranks.run(message_of, SkipsRows):
-        assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in text
+    for seen in fit(two_ranks, SkipsRows, raises=True, **in_stages(**TWO)):
+        assert "(of shape (17, 12)) must have the rows of its micro-batches (= 18)" in seen.error
 
 
-def test_what_is_logged_of_another_draw_is_warned_of_once(two_ranks):
-    first, _ = two_ranks.run(warnings_of, Mixes)
-    assert [text for text in first if "draws random numbers" in text] == [first[-1]]
-    assert not any("draws random numbers" in text for text in two_ranks.run(warnings_of, toy.Toy)[0])
+@pytest.mark.parametrize(("module", "num_warnings"), [(Mixes, 1), (toy.Toy, 0)])
+def test_what_is_logged_of_another_draw_is_warned_of_once(two_ranks, module, num_warnings):
+    first, _ = fit(two_ranks, module, warns=True, **in_stages(**TWO))
+    assert sum("draws random numbers" in text for text in first.warnings) == num_warnings
 
 
-def warnings_of(module):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert not message_of(module)
-    return sorted((str(each.message) for each in found), key=lambda text: "draws random numbers" in text)
-
-
-def orders_of_a_fit():
-    module = Mixes()
+def seeded(trainer, module, stage):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(dist.get_rank())  # blocks draw numbers of their own
-    strategy = HybridPipelineStrategy(num_stages=2, num_microbatches=2)
-    toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=2).fit(module, toy.loader(64, 16))
-    # The last of each step is that of the whole batch.
+
+
+def orders(trainer, module):
+    """Of micro-batches: the last of each step is that of the whole batch."""
     return [order for order in module.orders if len(order) == 8 + 2]
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(two_ranks):
-    first, last = two_ranks.run(orders_of_a_fit)
-    first = first[-4:]  # one more at the beginning, which finds the shape
-    assert first == last[-4:]
+    callbacks = [at(setup=seeded, on_train_end=orders)]
+    found = fit(two_ranks, Mixes, limit_train_batches=2, callbacks=callbacks, **in_stages(**TWO))
+    first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)  # one more at first, which finds the shape
+    assert first == last
     assert len({str(order) for order in first}) == 4
 
 
@@ -451,25 +360,17 @@ def test_the_norm_is_that_of_torch_to_the_bit_where_parameters_have_no_gradient(
             one.grad, other.grad = (None, None) if gradient is None else (gradient.clone(), gradient)
         clip_by_norm_over_stages(torch.optim.SGD(ours, lr=0.1), 0.1, group=None, device=torch.device("cpu"))
         nn.utils.clip_grad_norm_(theirs, 0.1)
-        assert all(cases.same(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+        assert all(same(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
 
 
-def votes():
-    strategy, seen = HybridPipelineStrategy(num_stages=2, num_microbatches=4), []
-
-    class Votes(pl.Callback):
-        def on_train_start(self, trainer, module):
-            first = trainer.global_rank == 0
-            seen.extend([strategy.reduce_boolean_decision(first), strategy.reduce_boolean_decision(first, all=False)])
-
-    toy.trainer(strategy=strategy, max_epochs=1, limit_train_batches=1, callbacks=[Votes()]).fit(
-        toy.Toy(), toy.loader()
-    )
-    return seen
+def votes(trainer, module):
+    decide, first = trainer.strategy.reduce_boolean_decision, trainer.global_rank == 0
+    return [decide(first), decide(first, all=False)]
 
 
 def test_a_decision_of_all_takes_all_and_one_of_any_takes_one(two_ranks):
-    assert two_ranks.run(votes) == [[False, True]] * 2
+    found = fit(two_ranks, limit_train_batches=1, max_epochs=1, **in_stages(callbacks=[at(on_train_start=votes)]))
+    assert [seen.looks["on_train_start"] for seen in found] == [[[False, True]]] * 2
 
 
 def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkeypatch):

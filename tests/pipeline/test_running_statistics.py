@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from tests import toy
-
-NUM_MICROBATCHES = 4
+from tests.pipeline.cases import accumulated, in_stages
+from tests.scenes import fit, same
 
 
 class Validated(toy.Toy):
     """Notes each loss in validation, on inputs that are the same on all ranks."""
 
-    def __init__(self):
-        super().__init__()
-        self.found = []
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
         same = torch.linspace(-2, 2, 8 * toy.NUM_FEATURES).view(8, toy.NUM_FEATURES)
-        self.found.append(self.loss((same, torch.arange(8) % toy.NUM_CLASSES)).item())
-
-
-def validated(strategy, size, accumulate):
-    module = Validated()
-    trainer = toy.trainer(
-        strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=accumulate, num_sanity_val_steps=0
-    )
-    trainer.fit(module, toy.loader(64, size), toy.loader(16, 8))
-    return module.found, toy.weights(module)
-
-
-def in_stages():
-    return validated(HybridPipelineStrategy(num_stages=2, num_microbatches=NUM_MICROBATCHES), 8, 1)
-
-
-def by_accumulation():
-    return validated(HybridAllReduceStrategy(comm=Comm(tune="off")), 8 // NUM_MICROBATCHES, NUM_MICROBATCHES)
+        self.losses.append(self.loss((same, torch.arange(8) % toy.NUM_CLASSES)).item())
 
 
 def test_data_ranks_validate_with_the_statistics_of_the_first(two_ranks, four_ranks):
-    expected = two_ranks.run(by_accumulation)
-    assert expected[0][0] == expected[1][0]
-    for rank, (found, weights) in enumerate(four_ranks.run(in_stages)):
-        losses, _ = expected[rank // 2]
-        assert len(found) == 8  # each of four steps in two epochs
-        assert found == pytest.approx(losses, rel=1e-5)  # a batch in parts, where a matrix product may round otherwise
-        assert toy.same_bits(weights, expected[0][1])
+    scene = {"val": partial(toy.loader, 16, 8), "num_sanity_val_steps": 0}
+    expected = fit(two_ranks, Validated, **accumulated(val_check_interval=4, **scene))
+    assert expected[0].losses == expected[1].losses
+    for rank, seen in enumerate(fit(four_ranks, Validated, **in_stages(val_check_interval=1, **scene))):
+        assert len(seen.losses) == 8  # each of four steps in two epochs
+        # A batch in parts, where a matrix product may round otherwise.
+        assert seen.losses == pytest.approx(expected[rank // 2].losses, rel=1e-5)
+        assert same(seen.weights, expected[0].weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections import UserDict
 from dataclasses import dataclass
 
@@ -16,10 +15,12 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.pipeline import training_step as training
 from tests import toy
+from tests.pipeline.cases import accumulated, in_stages
+from tests.scenes import at, fit, play, same
 
 WIDTH = toy.NUM_FEATURES
 
@@ -37,9 +38,6 @@ class Mlp(toy.Toy):
     def made(self):
         hidden = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
         return nn.Sequential(*hidden, nn.Linear(WIDTH, toy.NUM_CLASSES))
-
-
-# ---- right: as under accumulation ------------------------------------------------------------------------------------
 
 
 class Described(toy.Blobs):
@@ -117,31 +115,22 @@ RIGHT = {
 }
 
 
-def trained(name, strategy, size, accumulate):
-    module = RIGHT[name]()
-    trainer = toy.trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate)
-    loader = torch.utils.data.DataLoader(Described(64), size, collate_fn=collated)
-    trainer.fit(module, loader if name == "names" else toy.loader(64, size))
-    return toy.weights(module), module.seen
-
-
-def in_stages(name):
-    return trained(name, HybridPipelineStrategy(num_stages=2, num_microbatches=4), 16, 1)
-
-
-def in_one(name):
-    return trained(name, HybridAllReduceStrategy(comm=Comm(tune="off")), 4, 4)
+def seen_samples(trainer, module):
+    return module.seen
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name):
-    (expected,) = one_rank.run(in_one, name)
-    for weights, num_seen in two_ranks.run(in_stages, name):
-        assert toy.same_bits(weights, expected[0])
-        assert num_seen in (0, 2 * 64)  # each sample as a micro-batch, and once with the whole batch
-
-
-# ---- refused by name -------------------------------------------------------------------------------------------------
+    found = []
+    for ranks, scene_of, size in ((one_rank, accumulated, 4), (two_ranks, in_stages, 16)):
+        scene = scene_of(batch_size=16, max_epochs=1, callbacks=[at(on_train_end=seen_samples)])
+        if name == "names":
+            scene["train"] = DataLoader(Described(64), size, collate_fn=collated)
+        found.append(fit(ranks, RIGHT[name], **scene))
+    ((expected,), piped) = found
+    for seen in piped:
+        assert same(seen.weights, expected.weights)
+        assert seen.looks["on_train_end"][0] in (0, 2 * 64)  # each sample as a micro-batch, and once in the whole batch
 
 
 class KeepsFeatures(Mlp):
@@ -277,20 +266,13 @@ REFUSED = {
 }
 
 
-def error_of(module, **settings):
-    """The error of a fit with its notes; others' reports of it are the same."""
-    settings = {"strategy": HybridPipelineStrategy(num_stages=2, num_microbatches=4), "max_epochs": 1, **settings}
-    try:
-        toy.trainer(**settings).fit(module(), toy.loader(32, 16))
-    except Exception as error:
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return ""
+def fit_in_stages(ranks, module, **scene):
+    return fit(ranks, module, **in_stages(data=toy.Blobs(32), batch_size=16, max_epochs=1, **scene))
 
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
 def test_what_a_pipeline_would_do_otherwise_in_silence_is_refused_by_name(two_ranks, module):
-    for text in two_ranks.run(error_of, module):
-        assert REFUSED[module] in text
+    assert all(REFUSED[module] in seen.error for seen in fit_in_stages(two_ranks, module, raises=True))
 
 
 class Thaws(BaseFinetuning):
@@ -298,20 +280,12 @@ class Thaws(BaseFinetuning):
         self.freeze(module.net[0])
 
 
-def errors_at_setup():
-    return [
-        error_of(Mlp, callbacks=[Thaws()]),
-        error_of(Mlp, sync_batchnorm=True),
-    ]
-
-
-def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(two_ranks):
-    for finetuning, batchnorm in two_ranks.run(errors_at_setup):
-        assert "`callbacks` (=Thaws) and a pipeline exclude each other" in finetuning
-        assert "`sync_batchnorm` (=True) and a pipeline exclude each other" in batchnorm
-
-
-# ---- told ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "value", "word"), [("callbacks", [Thaws()], "Thaws"), ("sync_batchnorm", True, "True")]
+)
+def test_callbacks_and_options_for_whole_networks_are_refused_at_setup(two_ranks, name, value, word):
+    for seen in fit_in_stages(two_ranks, Mlp, raises=True, **{name: value}):
+        assert f"`{name}` (={word}) and a pipeline exclude each other" in seen.error
 
 
 class LogsGradientNorm(Mlp):
@@ -320,15 +294,9 @@ class LogsGradientNorm(Mlp):
         self.log_dict(grad_norm(self, 2))
 
 
-def warnings_of_a_fit():
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert not error_of(LogsGradientNorm)
-    return [str(each.message) for each in found if "Logged values" in str(each.message)]
-
-
 def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
-    ((text,), others) = two_ranks.run(warnings_of_a_fit)
+    found = fit_in_stages(two_ranks, LogsGradientNorm, warns=True)
+    ((text,), others) = [[text for text in seen.warnings if "Logged values" in text] for seen in found]
     assert not others
     assert "grad_2.0_norm_total (= " in text
     assert "same" not in text.partition(".")[0]
@@ -356,16 +324,14 @@ class Dropped(Mlp):
 
 
 def lines_of_fits():
+    scene = in_stages(data=toy.Blobs(32), batch_size=16, max_epochs=1, raises=True, warns=False)
     lines = []
-    told, free = training.rank_zero_info, training.free_bytes
-    training.rank_zero_info = lines.append
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "rank_zero_info", lines.append)
         for module in (Dropped, OwnNoise):
-            lines.append(error_of(module))
-        training.free_bytes = lambda device: dist.get_rank() * 1e12  # on one rank alone there is none
-        lines.append(error_of(Glue))
-    finally:
-        training.rank_zero_info, training.free_bytes = told, free
+            lines.append(play({"module": module, **scene}).error)
+        patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)  # on one rank alone there is none
+        lines.append(play({"module": Glue, **scene}).error)
     return lines
 
 

@@ -17,8 +17,6 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 from tests.planning.clusters import BYTES, FREE_GLOO, LINKS, NCCL, NODES, RANKS, SLOW, cluster
 
 MIB = 2**20
-OVER_GLOO = [*OURS, *(name for name in PEERS if not name.startswith("nccl"))]
-OVER_NCCL = [*OURS, *(name for name in PEERS if not name.startswith("gloo"))]
 
 
 def topology_of(found):
@@ -41,19 +39,18 @@ def test_links_carry_the_bytes_that_an_emulated_cluster_counts(algorithm, is_int
     assert across * found.node_bytes_per_s == pytest.approx(counted, rel=1e-12)
 
 
-@pytest.mark.parametrize("algorithm", OVER_GLOO)
+OVER = [(FREE_GLOO, name) for name in (*OURS, *PEERS) if not name.startswith("nccl")]
+OVER += [(NCCL, name) for name in (*OURS, *PEERS) if not name.startswith("gloo")]
+
+
+@pytest.mark.parametrize(("transport", "algorithm"), OVER, ids=lambda value: value if isinstance(value, str) else "")
 @settings(max_examples=25)
 @given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, across=LINKS)
-def test_over_gloo_nothing_beats_the_bound(algorithm, num_bytes, num_nodes, ranks, across):
-    found = cluster(num_nodes, ranks, across=across)
-    assert found.alone_s(algorithm, num_bytes) >= found.least_s(num_bytes) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("algorithm", OVER_NCCL)
-@settings(max_examples=25)
-@given(num_bytes=BYTES, num_nodes=NODES, ranks=RANKS, rate=st.floats(1e8, 1e11))
-def test_over_nccl_nothing_beats_the_bytes_that_must_leave_a_node(algorithm, num_bytes, num_nodes, ranks, rate):
-    found = cluster(num_nodes, ranks, transport=NCCL, across=Link(latency_s=0.0, bytes_per_s=rate))
+def test_nothing_beats_the_bytes_that_must_leave_a_node(transport, algorithm, num_bytes, num_nodes, ranks, across):
+    """Of NCCL the rate alone: it has latencies of its own."""
+    if transport is NCCL:
+        across = Link(latency_s=0.0, bytes_per_s=max(across.bytes_per_s, 1e8))
+    found = cluster(num_nodes, ranks, transport=transport, across=across)
     assert found.alone_s(algorithm, num_bytes) >= found.least_s(num_bytes) * (1 - 1e-9)
 
 
@@ -66,20 +63,12 @@ def test_with_one_rank_per_node_all_hierarchies_are_one(transport, num_bytes, nu
     assert len(times_s) == 1
 
 
-@pytest.mark.parametrize("algorithm", OURS)
-def test_one_rank_has_no_stages(algorithm):
-    assert cluster(1, 1).stages(algorithm, 1e6) == ()
-
-
 def test_chunks_are_those_of_the_engine():
     for numel in (1, 17, 1000, 12345, 10**6):
         for num_chunks in (1, 2, 3, 4, 7, 30):
             bucket = InFlightBucket(flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None)
             bucket.split(lambda part: None, num_chunks, checksum=None)
             assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
-
-
-# ---- Gloo ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_ring_of_few_bytes_waits_four_latencies_per_rank():
@@ -122,8 +111,6 @@ def test_cores_that_all_ranks_share_are_waited_for():
     assert more == pytest.approx(1e-3)
 
 
-# ---- NCCL ------------------------------------------------------------------------------------------------------------
-
 # us of one all-reduce on one node of 8, by KiB (stas00/ml-engineering, network): A100, H200, B200.
 ONE_NODE_US = {
     "a100": {32: 43.8, 1024: 101.9, 8192: 133.5, 131072: 1327.6, 2097152: 16240.0},
@@ -150,39 +137,12 @@ def test_one_node_takes_what_was_published(name):
     assert all(1 / 1.75 < ratio < 1.1 for ratio in ratios.values())
 
 
-def test_small_sums_go_by_ll_and_large_ones_by_simple():
-    slow, fast = Link(latency_s=0.0, bytes_per_s=1e9), Link(latency_s=0.0, bytes_per_s=1e10)
-    times_s = {
-        protocol: [
-            Nccl(inside="pci", protocols=(protocol,))
-            .all_reduce(size, num_nodes=4, ranks_per_node=2, inside=fast, across=slow, algorithm="ring")
-            .total_s
-            for size in (1024, 100 * MIB)
-        ]
-        for protocol in ("ll", "simple")
-    }
-    assert times_s["ll"][0] < times_s["simple"][0]
-    assert times_s["ll"][1] == pytest.approx(2 * times_s["simple"][1], rel=0.01)  # half of the bytes are flags
-
-
 def test_before_its_model_nccl_took_ll_up_to_a_size():
     old = Nccl(inside="pci", protocols=("ll", "simple"), ll_up_to_bytes=16384)
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": SLOW, "across": SLOW, "algorithm": "ring"}
     simple = Nccl(inside="pci", protocols=("simple",))
     assert old.all_reduce(16385, **ask) == simple.all_reduce(16385, **ask)
     assert old.all_reduce(16384, **ask).total_s < simple.all_reduce(16384, **ask).total_s
-
-
-def test_rings_wait_for_every_rank_and_trees_for_their_depth():
-    latency_s = {
-        (kind, nodes): Nccl(inside="nvlink", protocols=("ll",))
-        .all_reduce(0, num_nodes=nodes, ranks_per_node=8, inside=SLOW, across=SLOW, algorithm=kind)
-        .latency_s
-        for kind in ("ring", "tree")
-        for nodes in (16, 32)
-    }
-    assert latency_s["ring", 32] > 1.9 * latency_s["ring", 16]
-    assert latency_s["tree", 32] < 1.2 * latency_s["tree", 16]
 
 
 def test_a_link_slower_than_nccl_thinks_counts():

@@ -29,9 +29,6 @@ def across_bytes(found, algorithm, wire):
     return sum(s.work_s for s in found.stages(algorithm, SIZE, wire) if s.place == "across") * found.node_bytes_per_s
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wire", [INT8, INT4], ids=str)
 @pytest.mark.parametrize("algorithm", ["hierarchical", "two_level"])
 @settings(max_examples=15)
@@ -82,9 +79,6 @@ def test_on_one_node_nothing_changes(transport):
     assert compressed_steps(SIXTEEN, found, [CommPlan()], **ask) == ()
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_codec_takes_its_time_in_the_stage_between_nodes():
     """Two nodes: 1 GB/s of float32, of which a rank of two has a half; four nodes encode a quarter once more."""
     slow = CodecRates(int8_bytes_per_s=1e9, int4_bytes_per_s=5e8)
@@ -120,9 +114,6 @@ def test_a_measured_factor_of_sums_through_a_codec_is_theirs_alone():
     assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(1.2 * plain.alone_s("two_level", SIZE, INT4))
 
 
-# ---- plans -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("transport", "on_cuda"), [(FREE_GLOO, False), (NCCL, True)], ids=["gloo", "nccl"])
 def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     """With links inside nodes as slow as these, the best plan without one is flat."""
@@ -143,9 +134,6 @@ def test_sums_of_others_have_no_other_form_between_nodes():
         NodeWire(name="int2", itemsize=2)
     with pytest.raises(ValueError, match=r"`codec.int4_bytes_per_s` \(=0\) must be positive"):
         CodecRates(int4_bytes_per_s=0)
-
-
-# ---- does it pay -----------------------------------------------------------------------------------------------------
 
 
 def steps_on(mbit_per_s, work, **more):
@@ -175,9 +163,6 @@ def test_where_gradients_are_fp32_float16_comes_first():
     steps = compressed_steps(work, found, [CommPlan(), CommPlan(algorithm="flat")], itemsize=4, on_cuda=False)
     assert [step.name for step in steps] == ["float16", "int8", "int4"]
     assert plain.step_s / steps[0].step_s == pytest.approx(2, rel=0.05)
-
-
-# ---- steps within nodes ----------------------------------------------------------------------------------------------
 
 
 def test_averages_are_all_reduces_of_the_masters_and_of_the_momentum():

@@ -71,16 +71,10 @@ def test_equal_chunks_through_places_of_their_own_are_the_formula():
     assert spans[-1].end_s == pytest.approx((0.5 + 2.0) + (5 - 1) * 2.0)  # one of each, then the slowest stage
 
 
-def test_two_flows_that_fill_half_a_link_run_side_by_side():
-    half = stage(share=0.5)
-    assert [span.end_s for span in simulate_events([chunk(0, half, column=0), chunk(1, half, column=1)])] == [2.0, 2.0]
-
-
-def test_two_flows_that_each_fill_a_link_share_it():
-    assert [span.end_s for span in simulate_events([chunk(0, stage(), column=0), chunk(1, stage(), column=1)])] == [
-        2.0,
-        2.0,
-    ]
+@pytest.mark.parametrize(("share", "end_s"), [(0.5, 2.0), (1.0, 2.0)], ids=["half a link each", "a whole one each"])
+def test_two_flows_run_side_by_side_and_share_a_link(share, end_s):
+    flows = [chunk(column, stage(share=share), column=column) for column in (0, 1)]
+    assert [span.end_s for span in simulate_events(flows)] == [end_s, end_s]
 
 
 def test_what_a_slow_flow_leaves_goes_to_the_others():
@@ -104,8 +98,3 @@ def test_a_stream_does_all_stages_of_one_before_the_next():
     spans = simulate_events([chunk(index, *stages, is_serial=True) for index in range(2)])
     assert [(span.bucket, span.stage) for span in spans] == [(0, "reduce"), (0, "ring"), (1, "reduce"), (1, "ring")]
     assert spans[-1].end_s == 4.0
-
-
-def test_nothing_to_do_ends_at_once():
-    assert simulate_events([]) == []
-    assert simulate_events([chunk(0)]) == []

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from lightning_hybrid.placement import BLOCK
-from lightning_hybrid.planning.memory import (
-    USABLE_SHARE,
-    MemoryNeed,
-    StateBytes,
-    memory_needs,
-    shared_share,
-)
+from lightning_hybrid.planning.memory import USABLE_SHARE, MemoryNeed, StateBytes, memory_needs, shared_share
 from recipes.networks.resnet import ResNet
 
 RECORD = Path(__file__).resolve().parents[2] / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
@@ -60,12 +54,8 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     state, numels = StateBytes.of(precision="16-true", optimizer=optimizer, copies_gradients=False), resnet_50()
     found = [state.per_parameter(state_share=shared_share(numels, ranks)) for ranks in (1, 2, 4, 8)]
     assert found == pytest.approx(bytes_each, abs=0.006)
+    assert (shared_share([3 * BLOCK + 1], 4), shared_share([3 * BLOCK], 4)) == (1 / 4, 1.0)  # as many parts as ranks
     assert found[-1] > state.per_parameter(state_share=1 / 8) + 0.1
-
-
-def test_a_tensor_of_as_many_parts_as_ranks_is_shared():
-    assert shared_share([3 * BLOCK + 1], 4) == 1 / 4
-    assert shared_share([3 * BLOCK], 4) == 1.0
 
 
 def test_what_to_try_comes_in_order_and_each_needs_what_it_should():
@@ -89,15 +79,11 @@ def test_what_to_try_comes_in_order_and_each_needs_what_it_should():
     assert needs[4].total_bytes == pytest.approx((4 + 4 + 4) / 8 * total + 6e6 + 3e8)
 
 
-def test_what_there_is_nothing_to_share_with_is_not_tried():
+def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
     alone = {"activation_bytes": 1.0, "checkpointed_bytes": None, "largest_block": 1}
-    needs = memory_needs(HALF_LARS, [10], ranks_per_node=1, world_size=1, **alone)
-    assert [need.settings for need in needs] == [()]
-    needs = memory_needs(HALF_LARS, [10], ranks_per_node=1, world_size=2, **alone)
-    assert [need.settings for need in needs] == [(), ("strategy=fsdp2",)]
-
-
-def test_a_tenth_of_the_device_stays_free():
+    for world_size, expected in ((1, [()]), (2, [(), ("strategy=fsdp2",)])):
+        needs = memory_needs(HALF_LARS, [10], ranks_per_node=1, world_size=world_size, **alone)
+        assert [need.settings for need in needs] == expected
     need = MemoryNeed(settings=(), state_bytes=60.0, activation_bytes=30.0, cost="")
     assert need.fits(90 / USABLE_SHARE)
     assert not need.fits(89 / USABLE_SHARE)

@@ -76,15 +76,6 @@ def test_micro_batches_alive_are_those_that_torch_keeps():
         assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (schedule, num_micro)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_pipeline_runs_at_the_pace_of_its_slowest_stage(schedule):
-    """30 micro-batches of 6 s, and at most one through the two other stages."""
-    loads = even(3)
-    loads[1] = StageLoad(forward_s=2.0, backward_s=4.0)
-    tasks = simulate_pipeline(schedule_tasks(schedule, 3, 30), loads)
-    assert 30 * 6 + 3 <= pipeline_step_s(tasks, loads) <= 30 * 6 + 6
-
-
 def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
     """The last stage is done first: its gradients travel while the others still work."""
     tasks = simulate_pipeline(schedule_tasks("1f1b", 2, 4), even(2))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.calibration.calibrate import calibrate
 from lightning_hybrid.planning.plan_search import candidates, choose_plan, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
-from tests.planning.calibration.planted_links import gloo_cluster, planted, world_of
+from recipes.planning.calibration.calibrate import calibrate
 from tests.planning.clusters import NCCL, cluster
+from tests.recipes.planning.calibration.planted_links import gloo_cluster, planted, world_of
 
 SIXTEEN = [MIB] * 16
 
@@ -48,7 +48,7 @@ def test_at_1_gbit_and_2_ms_four_mebibytes_go_hierarchical_where_the_rule_says_t
     assert seconds["two_level"] / seconds["hierarchical"] == pytest.approx(153 / 97, rel=0.25)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     num_nodes=st.integers(1, 5),
     ranks=st.integers(1, 4),
@@ -65,17 +65,10 @@ def test_no_plan_is_chosen_that_the_model_sees_slower_than_the_librarys(
     assert step_s(chosen, cluster, SIXTEEN, backward_s) <= limit_s
 
 
-def test_where_the_model_sees_no_difference_the_librarys_plan_stays():
+def test_where_the_model_sees_no_difference_the_librarys_plan_stays_and_what_is_no_matter_of_speed_is_kept():
     """A backward of 100 s hides all but the end of anything."""
-    cluster = gloo_cluster(2, 2)
-    assert choose_plan(SIXTEEN, cluster, backward_s=100.0, on_cuda=False) == CommPlan()
     base = CommPlan(algorithm="hierarchical", check_order=False)
-    assert choose_plan(SIXTEEN, cluster, backward_s=100.0, on_cuda=False, base=base) == base
-    assert choose_plan(SIXTEEN, gloo_cluster(1, 1), on_cuda=False) == CommPlan()
-
-
-def test_what_is_no_matter_of_speed_is_kept():
-    base = CommPlan(check_order=False, last_bucket_bytes=12345)
+    assert choose_plan(SIXTEEN, gloo_cluster(2, 2), backward_s=100.0, on_cuda=False, base=base) == base
     slow = gloo_cluster(4, 4, mbit_per_s=1000.0, latency_s=2e-3)
     chosen = choose_plan(SIXTEEN, slow, on_cuda=False, base=base)
     assert chosen != base
@@ -97,11 +90,6 @@ def test_plans_that_do_the_same_are_one_candidate():
     plans = [with_buckets(CommPlan(algorithm="flat"), size) for size in (16 * MIB, 64 * MIB)]
     found = rank_plans(work([MIB]), gloo_cluster(2, 2), plans, itemsize=2, on_cuda=False)
     assert [candidate.plan for candidate in found] == plans[:1]
-
-
-def test_a_chosen_plan_can_be_written_and_read():
-    plan = choose_plan(SIXTEEN, gloo_cluster(4, 4, latency_s=2e-3), on_cuda=False)
-    assert CommPlan.from_json(plan.to_json()) == plan
 
 
 def test_gpus_have_no_chunks_to_choose():

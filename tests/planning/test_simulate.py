@@ -41,23 +41,19 @@ def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(num_node
 
 def test_one_rank_alone_has_nothing_to_wait_for():
     outcome = simulate(SIXTEEN, on_gpus(1, 1), PLAN, itemsize=2)
+    slow = StepWorkload(forward_s=0.1, gradients=((MIB, 0.1),), input_s=2.0)
+    assert simulate(slow, on_gpus(1, 1), PLAN, itemsize=2).step_s == 2.0, "but for its input"
     assert outcome.step_s == pytest.approx(0.1 + 16 * 0.025 + 0.01)
     assert outcome.exposed_s.tolist() == [0.0]
 
 
-def test_a_long_backward_hides_all_but_the_last_bucket():
+@pytest.mark.parametrize(("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"])
+def test_all_but_the_last_bucket_is_hidden_by_a_long_backward(options, num_buckets):
     found = on_gpus()
-    outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2)
+    outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2, **options)
     last = outcome.buckets[-1]
-    assert len(outcome.buckets) > 8
+    assert len(outcome.buckets) in num_buckets
     assert outcome.exposed_s[0] == pytest.approx(found.alone_s(last.algorithm, last.num_bytes))
-
-
-def test_one_bucket_hides_nothing():
-    found = on_gpus()
-    outcome = simulate(SIXTEEN, found, PLAN, itemsize=2, cuts=[])
-    assert len(outcome.buckets) == 1
-    assert outcome.exposed_s[0] == pytest.approx(found.alone_s("flat", 16 * MIB * 2))
 
 
 def test_segments_end_where_they_are_cut():
@@ -85,18 +81,12 @@ def test_a_bucket_is_ready_with_its_last_gradient():
     assert ready_times_s(work, found) == (4.0, 8.0)
 
 
-def test_a_late_input_is_what_a_step_waits_for():
-    slow = StepWorkload(forward_s=0.1, gradients=((MIB, 0.1),), input_s=2.0)
-    assert simulate(slow, on_gpus(), PLAN, itemsize=2).step_s == 2.0
-
-
-# ---- ranks that differ -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("relative_std", [-0.1, float("inf"), float("-inf"), float("nan")])
-def test_a_spread_that_is_none_is_refused(relative_std):
+@pytest.mark.parametrize("relative_std", [-0.1, float("inf"), float("nan")])
+def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_std):
     with pytest.raises(ValueError, match=r"^`relative_std`"):
         Jitter(relative_std=relative_std)
+    with pytest.raises(ValueError, match=r"`gradients` \(=0 tensors\) must hold at least one"):
+        StepWorkload(forward_s=0.0, gradients=())
 
 
 def test_the_step_is_the_slowest_ranks():
@@ -131,11 +121,12 @@ def test_2048_ranks_and_100_steps_take_seconds():
     assert time.process_time() - began_s < 10
 
 
-# ---- the timeline ----------------------------------------------------------------------------------------------------
-
-
-def test_the_timeline_is_in_the_format_of_the_real_one(tmp_path):
+def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what_the_simulator_says(tmp_path):
     outcome = simulate(SIXTEEN, cluster(2, 2), PLAN, itemsize=2, on_cuda=False)
+    counted = to_trace(outcome).total()
+    assert (counted.num_buckets, counted.num_bytes) == (len(outcome.buckets), 16 * MIB * 2)
+    assert counted.exposed_s == pytest.approx(outcome.first.exposed_s)
+    assert counted.busy_s == pytest.approx(outcome.first.busy_s)
     to_trace(outcome).write(tmp_path / "ours.json", rank=0)
     ticks = iter(range(9))
     real = CommTrace(clock=lambda: float(next(ticks)), keep_events=True)
@@ -150,17 +141,3 @@ def test_the_timeline_is_in_the_format_of_the_real_one(tmp_path):
     }
     rows = {event["args"]["name"] for event in ours["traceEvents"] if event["name"] == "thread_name"}
     assert {"backward", "buckets", "two_level.0 scatter_reduce", "two_level.1 gather"} <= rows
-
-
-def test_the_real_counters_see_what_the_simulator_says():
-    outcome = simulate(SIXTEEN, cluster(2, 2), PLAN, itemsize=2, on_cuda=False)
-    counted = to_trace(outcome).total()
-    assert counted.num_buckets == len(outcome.buckets)
-    assert counted.num_bytes == 16 * MIB * 2
-    assert counted.exposed_s == pytest.approx(outcome.first.exposed_s)
-    assert counted.busy_s == pytest.approx(outcome.first.busy_s)
-
-
-def test_work_without_gradients_is_refused():
-    with pytest.raises(ValueError, match=r"`gradients` \(=0 tensors\) must hold at least one"):
-        StepWorkload(forward_s=0.0, gradients=())

@@ -1,7 +1,5 @@
 """Products add up in fp32 while it lasts, and the user's own flags are back afterwards. The flags need no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -8,13 +8,14 @@ from lightning_hybrid.precision.loss_scale import DynamicLossScale, StaticLossSc
 OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
 
 
+def values(scale, steps):
+    """Of the scale after each step, `x` for an overflow and `.` for a clean one."""
+    return [scale.update(OVERFLOW if step == "x" else CLEAN) or scale.value for step in steps]
+
+
 def test_scale_halves_on_each_overflow_and_doubles_after_the_interval():
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=3)
-    seen = []
-    for found_inf in [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN, CLEAN]:
-        scale.update(found_inf)
-        seen.append(scale.value)
-    assert seen == [512, 512, 512, 256, 256, 256, 512, 512]
+    assert values(scale, "x..x....") == [512, 512, 512, 256, 256, 256, 512, 512]
 
 
 def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
@@ -30,57 +31,27 @@ def test_default_scale_follows_the_rule_of_torchs_grad_scaler():
 
 def test_scale_stays_within_its_bounds_and_lives_on():
     scale = DynamicLossScale(init_scale=4.0, growth_interval=1, min_scale=1.0, max_scale=8.0)
-    for _ in range(300):
-        scale.update(OVERFLOW)
-    assert scale.value == 1.0
-    for _ in range(300):
-        scale.update(CLEAN)
-    assert scale.value == 8.0
+    assert values(scale, "x" * 300)[-1] == 1.0
+    assert values(scale, "." * 300)[-1] == 8.0
 
 
 def test_hysteresis_forgives_overflows_until_the_scale_grows_again():
-    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not."""
+    """Megatron's rule, step by step: 2 is the second overflow since the last growth, in a row or not. 1 is none."""
     scale = DynamicLossScale(init_scale=1024.0, growth_interval=2, hysteresis=2)
-    seen = []
-    for found_inf in [OVERFLOW, CLEAN, OVERFLOW, OVERFLOW, CLEAN, CLEAN, OVERFLOW, OVERFLOW]:
-        scale.update(found_inf)
-        seen.append(scale.value)
-    assert seen == [1024, 1024, 512, 256, 256, 512, 512, 256]
-
-
-def test_hysteresis_of_one_is_none():
+    assert values(scale, "x.xx..xx") == [1024, 1024, 512, 256, 256, 512, 512, 256]
     with_it, without = DynamicLossScale(hysteresis=1, growth_interval=3), DynamicLossScale(growth_interval=3)
-    for step in range(40):
-        for scale in (with_it, without):
-            scale.update(torch.tensor(step % 7 in (0, 1)))
-        assert with_it.value == without.value
+    assert values(with_it, "xx....." * 6) == values(without, "xx....." * 6)
 
 
-def test_hysteresis_used_up_is_in_the_state():
-    first, second = (DynamicLossScale(init_scale=64.0, hysteresis=2) for _ in range(2))
-    first.update(OVERFLOW)
+def test_state_round_trip_continues_the_count_and_hysteresis_used_up():
+    first, second = (DynamicLossScale(init_scale=64.0, growth_interval=4, hysteresis=2) for _ in range(2))
+    values(first, "x...")
     second.load_state_dict(first.state_dict())
-    second.update(OVERFLOW)
-    assert second.value == 32.0
+    assert values(second, ".x") == values(first, ".x") == [128.0, 128.0]
+    second.load_state_dict(first.state_dict())
+    assert values(second, "x") == [64.0]
     second.load_state_dict({"scale": 64.0, "num_clean_steps": 0})  # a checkpoint from before there was one
-    second.update(OVERFLOW)
-    assert second.value == 64.0
-
-
-def test_static_scale_never_moves():
-    scale = StaticLossScale(1024.0)
-    scale.update(OVERFLOW)
-    assert scale.value == 1024.0
-
-
-def test_state_round_trip_continues_the_count():
-    first = DynamicLossScale(init_scale=64.0, growth_interval=4)
-    for found_inf in [OVERFLOW, CLEAN, CLEAN, CLEAN]:
-        first.update(found_inf)
-    second = DynamicLossScale(init_scale=64.0, growth_interval=4)
-    second.load_state_dict(first.state_dict())
-    second.update(CLEAN)
-    assert second.value == 64.0
+    assert values(second, "x") == [64.0]
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -92,10 +63,10 @@ def test_more_clean_steps_than_a_shorter_interval_has_grow_the_scale_at_the_next
     assert scale.value == 128.0
 
 
-def test_a_static_scale_asked_for_now_wins_over_the_checkpoints():
+def test_a_static_scale_never_moves_and_wins_over_a_checkpoints():
     scale = StaticLossScale(128.0)
     scale.load_state_dict({"scale": 65536.0, "num_clean_steps": 3})
-    assert scale.value == 128.0
+    assert values(scale, "x.") == [128.0, 128.0]
 
 
 @pytest.mark.parametrize(

@@ -1,53 +1,45 @@
 """LARS and LAMB may take over a step from scaled half gradients to half weights: same numbers, no wait."""
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid import HybridAllReduceStrategy, MasterWeightPrecision
+from lightning_hybrid import MasterWeightPrecision
 from lightning_hybrid.callbacks import StopOnSignal, TrainingMetrics
 from lightning_hybrid.optim import LAMB, LARS
-from lightning_hybrid.precision import master_step, master_weights, optimizer_protocol
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
 from lightning_hybrid.precision.optimizer_protocol import supports_device_skip
 from tests import toy
-from tests.scenes import Saves
+from tests.scenes import Saves, at, fit, play, same
 
 OPTIMIZERS = {
-    "lars": lambda params: LARS(params, lr=5.0, weight_decay=1e-3, foreach=False),
-    "lars_lists": lambda params: LARS(params, lr=5.0, weight_decay=1e-3, foreach=True),
-    "lars_fused": lambda params: LARS(params, lr=5.0, weight_decay=1e-3, fused=True),
-    "lamb": lambda params: LAMB(params, lr=1e-2),
-    "sgd_fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "sgd_dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
-    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "lars": partial(LARS, lr=5.0, weight_decay=1e-3, foreach=False),
+    "lars_lists": partial(LARS, lr=5.0, weight_decay=1e-3, foreach=True),
+    "lars_fused": partial(LARS, lr=5.0, weight_decay=1e-3, fused=True),
+    "lamb": partial(LAMB, lr=1e-2),
+    "sgd_fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "sgd_dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
+    "adamw_fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 
 
 class Module(toy.Toy):
     """Reads nothing back; the loss of one rank is infinite in the given batches."""
 
-    def __init__(self, optimizer, bad=(), bad_rank=0, scheduled=False):
+    def __init__(self, make, bad=(), bad_rank=0, scheduled=False):
         super().__init__()
-        self.make, self.bad, self.bad_rank, self.scheduled = OPTIMIZERS[optimizer], set(bad), bad_rank, scheduled
-        self.rates = []
+        self.make, self.bad, self.bad_rank, self.scheduled = make, set(bad), bad_rank, scheduled
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         return loss * float("inf") if batch_idx in self.bad and self.global_rank == self.bad_rank else loss
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def configure_optimizers(self):
         optimizer = self.make(self.parameters())
@@ -57,64 +49,60 @@ class Module(toy.Toy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class LooksAtGradients(pl.Callback):
-    """Its mere presence asks for fp32 gradients."""
+class Hooked(Module):
+    def on_before_zero_grad(self, optimizer):
+        pass
 
-    def __init__(self):
-        self.dtypes = set()
 
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.dtypes |= {p.grad.dtype for p in module.parameters()}
+class KeepsGradients(Module):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+def hooked_lars(params):
+    optimizer = OPTIMIZERS["lars"](params)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def dtypes(trainer, module, optimizer):
+    return {p.grad.dtype for p in module.parameters()}
+
+
+LOOKS = at(on_before_optimizer_step=dtypes)  # its mere presence asks for fp32 gradients
+
+
+def on_rank(patches, scene):
+    """What was seen of a fit with other values in places of the package, and the number of steps handed over."""
+    calls, original = [], MasterStep.in_one_pass
+    with pytest.MonkeyPatch.context() as patch:
+        for target, value in patches:
+            patch.setattr(target, value)
+        patch.setattr(MasterStep, "in_one_pass", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+        return play(scene), len(calls)
 
 
 def wherever_it_can(optimizer, device):
     return supports_device_skip(optimizer, torch.device("cuda"))
 
 
-def fit(
-    optimizer,
-    precision="16-true",
-    bad=(),
-    bad_rank=0,
-    looks=False,
-    scheduled=False,
-    callbacks=(),
-    num_samples=64,
-    as_on_cuda=True,
-    ckpt_path=None,
-    **settings,
-):
-    """The module and its trainer after two epochs of eight batches over all ranks; the number of steps handed over.
-
-    `as_on_cuda` hands steps over where a GPU would, although a CPU's eager step is faster when the host decides.
-    """
-    module = Module(optimizer, bad, bad_rank, scheduled)
-    scale = DynamicLossScale(2.0**10) if precision == "16-true" else None
-    watching = LooksAtGradients()
-    trainer = toy.trainer(
-        precision=precision,
-        strategy=HybridAllReduceStrategy(loss_scale=scale),
-        callbacks=[*callbacks, *([watching] if looks else [])],
-        **settings,
-    )
-    calls = []
-    if as_on_cuda:
-        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = wherever_it_can
-    original = MasterStep.in_one_pass
-    MasterStep.in_one_pass = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
-    try:
-        trainer.fit(module, toy.loader(num_samples), ckpt_path=ckpt_path)
-    finally:
-        MasterStep.in_one_pass = original
-        optimizer_protocol.supports_device_skip = master_step.supports_device_skip = supports_device_skip
-    if looks:
-        assert watching.dtypes == {torch.float32}
-    return module, trainer, len(calls)
+# Steps are handed over where a GPU would, although a CPU's eager step is faster when the host decides.
+ASKED = [
+    f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "master_step")
+]
+AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
-def weights_of(optimizer, settings):
-    module, trainer, num_calls = fit(optimizer, **settings)
-    return toy.weights(module), trainer.precision_plugin.num_skipped_steps, num_calls
+def scene_of(make, *, kind=Module, bad=(), bad_rank=0, scheduled=False, **scene):
+    """Two epochs of eight batches over all ranks."""
+    make = OPTIMIZERS[make] if isinstance(make, str) else make
+    scale = {"loss_scale": DynamicLossScale(2.0**10)} if scene.setdefault("precision", "16-true") == "16-true" else {}
+    return {"module": partial(kind, make, bad, bad_rank, scheduled), **scale, **scene}
+
+
+def run(ranks, make, *, patches=(), as_on_cuda=True, timeout_s=60.0, **scene):
+    patches = [*(AS_ON_CUDA if as_on_cuda else ()), *patches]
+    return ranks.run(on_rank, patches, scene_of(make, **scene), timeout_s=timeout_s)
 
 
 # ---- the same step -------------------------------------------------------------------------------------------------
@@ -125,91 +113,47 @@ def weights_of(optimizer, settings):
 @pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb"])
 def test_a_step_handed_over_is_the_step_by_parts_bit_for_bit(one_rank, optimizer, precision):
     """Also around an overflow: scales are powers of two, so dividing before the norm or after it is the same."""
-    bad = [2] if precision == "16-true" else []
-    settings = {"precision": precision, "bad": bad}
-    whole, skipped, num_whole = one_rank.run(weights_of, optimizer, settings)[0]
-    parts, also_skipped, num_parts = one_rank.run(weights_of, optimizer, {**settings, "looks": True})[0]
+    scene = {"precision": precision, "bad": [2] if precision == "16-true" else []}
+    ((whole, num_whole),) = run(one_rank, optimizer, **scene)
+    ((parts, num_parts),) = run(one_rank, optimizer, callbacks=[LOOKS], **scene)
     assert (num_whole, num_parts) == (16, 0)
-    assert skipped == also_skipped == 2 * len(bad)
-    assert toy.same_bits(whole, parts)
+    assert whole.num_skipped == parts.num_skipped == 2 * len(scene["bad"])
+    assert set.union(*parts.looks["on_before_optimizer_step"]) == {torch.float32}
+    assert same(whole.weights, parts.weights)
 
 
-def test_the_fused_step_handed_over_is_the_step_by_parts_within_its_rounding(one_rank):
-    whole, skipped, num_whole = one_rank.run(weights_of, "lars_fused", {"bad": [2]}, timeout_s=300)[0]
-    parts, _, _ = one_rank.run(weights_of, "lars", {"bad": [2], "looks": True})[0]
-    assert (num_whole, skipped) == (16, 2)
-    del whole["net.1.bias"], parts["net.1.bias"]  # before a BatchNorm: its gradient is rounding noise
-    for name in whole:
-        # fp32 masters differ by 2e-6; where that tips the rounding of an fp16 weight, activations follow at 2**-11
-        assert (whole[name].double() - parts[name].double()).norm() <= 2e-3 * parts[name].double().norm(), name
-
-
-@pytest.mark.parametrize("reason", ["clipping", "hook of the module", "hook of the optimizer"])
-def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, reason):
-    assert one_rank.run(steps_handed_over, reason) == [0]
-
-
-def steps_handed_over(reason):
-    if reason == "clipping":
-        return fit("lars", gradient_clip_val=1.0)[2]
-    if reason == "hook of the module":
-        Module.on_before_zero_grad = lambda self, optimizer: None
-        try:
-            return fit("lars")[2]
-        finally:
-            del Module.on_before_zero_grad
-    original = OPTIMIZERS["lars"]
-
-    def hooked(params):
-        optimizer = original(params)
-        optimizer.register_step_pre_hook(lambda *_: None)
-        return optimizer
-
-    OPTIMIZERS["lars"] = hooked
-    try:
-        return fit("lars")[2]
-    finally:
-        OPTIMIZERS["lars"] = original
+@pytest.mark.parametrize(
+    ("make", "scene"),
+    [("lars", {"gradient_clip_val": 1.0}), ("lars", {"kind": Hooked}), (hooked_lars, {})],
+    ids=["clipping", "hook of the module", "hook of the optimizer"],
+)
+def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, make, scene):
+    ((_, num_whole),) = run(one_rank, make, max_epochs=1, **scene)
+    assert num_whole == 0
 
 
 def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
     """Two micro-batches a step, gradients zeroed rather than dropped, an overflow that changes the scale between."""
-    whole, parts = (one_rank.run(accumulating, looks)[0] for looks in (False, True))
-    assert toy.same_bits(whole, parts)
+    scene = {"kind": KeepsGradients, "bad": [1], "accumulate_grad_batches": 2}
+    (whole, _), (parts, _) = (run(one_rank, "lars", callbacks=looks, **scene)[0] for looks in ([], [LOOKS]))
+    assert same(whole.weights, parts.weights)
 
 
-def accumulating(looks):
-    Module.optimizer_zero_grad = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False)
-    try:
-        return toy.weights(fit("lars", bad=[1], looks=looks, accumulate_grad_batches=2)[0])
-    finally:
-        del Module.optimizer_zero_grad
-
-
-@pytest.mark.parametrize("optimizer", ["sgd_fused", "adamw_fused", "sgd_dampened"])
-def test_torchs_fused_optimizers_skip_as_the_host_would(one_rank, optimizer):
+@pytest.mark.parametrize("optimizer", ["lars", "lars_fused", "sgd_fused", "adamw_fused", "sgd_dampened"])
+def test_optimizers_skip_as_the_host_would(one_rank, optimizer):
     """From the very first step on, which a fused SGD of torch's cannot skip without leaving momentum uninitialised."""
-    by_itself, skipped, _ = one_rank.run(weights_of, optimizer, {"bad": [0, 3]})[0]
-    by_host, also_skipped, _ = one_rank.run(with_the_host_deciding, optimizer, {"bad": [0, 3]})[0]
-    assert skipped == also_skipped == 4
-    assert toy.same_bits(by_itself, by_host)
+    ((itself, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
+    ((host, num_by_host),) = run(one_rank, optimizer, bad=[0, 3], patches=[(place, never) for place in ASKED])
+    assert itself.num_skipped == host.num_skipped == 4
+    assert (num_whole, num_by_host) == (16 if "lars" in optimizer else 0, 0)
+    assert same(itself.weights, host.weights)
 
 
-def with_the_host_deciding(optimizer, settings):
-    global wherever_it_can
-    original, wherever_it_can = wherever_it_can, lambda *_: False
-    try:
-        return weights_of(optimizer, settings)
-    finally:
-        wherever_it_can = original
-
-
-def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_handed_over(one_rank):
-    eager = {"as_on_cuda": False, "bad": [2]}
-    by_host, skipped, num_by_host = one_rank.run(weights_of, "lars", eager)[0]
-    by_itself, also_skipped, _ = one_rank.run(weights_of, "lars", {"bad": [2]})[0]
-    assert (num_by_host, skipped, also_skipped) == (0, 2, 2)
-    assert toy.same_bits(by_host, by_itself)
+def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_is_not(one_rank):
+    ((_, num_eager),), ((_, num_fused),) = (
+        run(one_rank, optimizer, as_on_cuda=False, max_epochs=1) for optimizer in ("lars", "lars_fused")
+    )
+    assert (num_eager, num_fused) == (0, 8)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
@@ -228,26 +172,24 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives_and_weights(optimizer, precision, bad):
+def collectives_of(scene):
     with Collectives() as mode:
-        module, trainer, _ = fit(optimizer, precision=precision, bad=bad, bad_rank=1)
-    plugin = trainer.precision_plugin
-    return mode.counts, toy.weights(module), getattr(plugin, "num_skipped_steps", 0)
+        seen, _ = on_rank(AS_ON_CUDA, scene)
+    return mode.counts, seen
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["lars", "sgd_fused", "sgd"])
 def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks, optimizer):
     """As many as with bf16, which has the same tensors and nothing to agree on."""
-    full = two_ranks.run(collectives_and_weights, optimizer, "bf16-true", [])
-    half = two_ranks.run(collectives_and_weights, optimizer, "16-true", [1, 2])
+    full = two_ranks.run(collectives_of, scene_of(optimizer, precision="bf16-true"))
+    half = two_ranks.run(collectives_of, scene_of(optimizer, bad=[1, 2], bad_rank=1))
     assert full[0][0], "the counter must see collectives"
-    for (counts, weights, skipped), (full_counts, _, _) in zip(half, full, strict=True):
-        assert skipped == 4
+    for (counts, seen), (full_counts, _) in zip(half, full, strict=True):
+        assert seen.num_skipped == 4
         assert counts == full_counts
-        parameters = [name for name in weights if not name.startswith("net.2.")]
-        assert all(torch.equal(weights[name], half[0][1][name]) for name in parameters)
-    assert half[0][1]["net.8.weight"].isfinite().all()
+        assert same(seen.parameters, half[0][1].parameters)
+    assert half[0][1].weights["net.8.weight"].isfinite().all()
 
 
 # ---- no wait -------------------------------------------------------------------------------------------------------
@@ -272,71 +214,71 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Counting(pl.Callback):
-    """Counts from the start of the second batch to the end of the last but one: what comes once is not of a step."""
-
-    def __init__(self):
-        self.mode = HostReads()
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == 1:
-            self.mode.__enter__()
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == trainer.num_training_batches - 1:
-            self.mode.__exit__(None, None, None)
+def begin_to_count(trainer, *_):
+    """From the start of the second batch to the end of the last but one: what comes once is not of a step."""
+    if trainer.global_step == 1:
+        trainer.host_reads = HostReads()
+        trainer.host_reads.__enter__()
 
 
-def host_reads(optimizer, settings, every_n_steps=None):
-    counting = Counting()
-    # On a CPU a comparison that answers at once saves memory traffic; on CUDA it is not asked: count what runs there.
-    original = master_weights._same_bits
-    master_weights._same_bits = lambda *_: False
-    try:
-        also = [] if every_n_steps is None else [StopOnSignal(every_n_steps=every_n_steps)]
-        fit(optimizer, callbacks=[counting, *also], log_every_n_steps=50, num_samples=128, max_epochs=1, **settings)
-    finally:
-        master_weights._same_bits = original
-    return dict(counting.mode.by_file)
+def end_of_count(trainer, *_):
+    if trainer.global_step == trainer.num_training_batches - 1:
+        trainer.host_reads.__exit__(None, None, None)
+        return dict(trainer.host_reads.by_file)
+
+
+def host_reads(ranks, optimizer, *callbacks, **scene):
+    """Of each rank. A comparison that answers at once saves memory traffic on a CPU; on CUDA it is not asked."""
+    counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
+    scene |= {"callbacks": [counting, *callbacks], "max_epochs": 1, "train": partial(toy.loader, 128)}
+    scene |= {"patches": [("lightning_hybrid.precision.master_weights._same_bits", never)], "log_every_n_steps": 50}
+    return [seen.looks["on_train_batch_end"][0] for seen, _ in run(ranks, optimizer, **scene)]
+
+
+def never(*_):
+    return False
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb", "sgd_fused", "adamw_fused"])
-@pytest.mark.parametrize("settings", [{}, {"looks": True}, {"bad": [1]}, {"gradient_clip_val": 1.0}], ids=str)
-def test_a_step_asks_the_device_nothing(one_rank, optimizer, settings):
+@pytest.mark.parametrize("scene", [{}, {"looks": True}, {"bad": [1]}, {"gradient_clip_val": 1.0}], ids=str)
+def test_a_step_asks_the_device_nothing(one_rank, optimizer, scene):
     """16 steps, 14 of them counted; Lightning's loop on one rank asks nothing either."""
-    assert one_rank.run(host_reads, optimizer, settings) == [{}]
+    looks, scene = ([LOOKS], {}) if "looks" in scene else ([], scene)
+    assert host_reads(one_rank, optimizer, *looks, **scene) == [{}]
 
 
 def test_what_still_asks_is_named(one_rank, two_ranks):
     """An optimizer that cannot skip: the skip flag. A schedule by steps: the same. Ranks: Lightning's SIGTERM."""
-    assert one_rank.run(host_reads, "sgd", {}) == [{"precision/master_step.py": 14}]
-    assert one_rank.run(host_reads, "lars", {"scheduled": True}) == [{"precision/skipped_steps.py": 14}]
-    for reads in two_ranks.run(host_reads, "lars", {}):
-        assert reads == {"loops/training_epoch_loop.py": 6 - 1}
+    assert host_reads(one_rank, "sgd") == [{"precision/master_step.py": 14}]
+    assert host_reads(one_rank, "lars", scheduled=True) == [{"precision/skipped_steps.py": 14}]
+    assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
 
 
-def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
+@pytest.mark.parametrize(("every", "num_reads"), [(1, 6 - 1), (4, 1)])
+def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks, every, num_reads):
     """Before batches 0 to 7, of which 2 on are counted."""
-    assert two_ranks.run(host_reads, "lars", {}, 1) == [{"callbacks/stop_on_signal.py": 6 - 1}] * 2
-    assert two_ranks.run(host_reads, "lars", {}, 4) == [{"callbacks/stop_on_signal.py": 1}] * 2
+    asks = partial(StopOnSignal, every_n_steps=every)
+    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": num_reads}] * 2
 
 
-class NoSync(pl.Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == 3:
-            torch.cuda.set_sync_debug_mode("error")
+def forbid_syncs(trainer, *_):
+    if trainer.global_step == 3:
+        torch.cuda.set_sync_debug_mode("error")
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.is_last_batch:
-            torch.cuda.set_sync_debug_mode("default")
+
+def allow_syncs(trainer, *_):
+    if trainer.is_last_batch:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_cuda_is_never_synchronised_in_a_step(scheduled):
+    no_sync = at(on_train_batch_start=forbid_syncs, on_train_batch_end=allow_syncs)
+    scene = {"accelerator": "gpu", "devices": 1, "log_every_n_steps": 1000, "logger": False, "callbacks": [no_sync]}
     try:
-        fit("lars", callbacks=[NoSync()], scheduled=scheduled, accelerator="gpu", devices=1, log_every_n_steps=1000)
+        play(scene_of("lars", scheduled=scheduled, **scene))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -344,82 +286,73 @@ def test_cuda_is_never_synchronised_in_a_step(scheduled):
 # ---- schedules one step behind -------------------------------------------------------------------------------------
 
 
-class Monitor(pl.Callback):
-    """The rate with which each step is made, seen from the optimizer."""
-
-    def __init__(self):
-        self.rates = []
-
-    def on_train_start(self, trainer, module):
-        (optimizer,) = trainer.optimizers
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
+def rates_of_steps(trainer, module):
+    """A list that fills up, and the group that has the last in the end."""
+    (optimizer,), rates = trainer.optimizers, []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    return rates, optimizer.param_groups[0]
 
 
-def rates_and_weights(put_off, settings, *callbacks):
-    """Rates of the steps; those seen at the start of a batch; weights; the final rate. `put_off` as on CUDA."""
-    monitor = Monitor()
-    original = MasterWeightPrecision._may_put_off_schedules
+def rate(trainer, *_):
+    return trainer.optimizers[0].param_groups[0]["lr"]
 
-    def as_on_cuda(self):
-        device, self._device = self._device, torch.device("cuda")
-        try:
-            return original(self)
-        finally:
-            self._device = device
 
-    MasterWeightPrecision._may_put_off_schedules = as_on_cuda if put_off else original
+PUTS_OFF = MasterWeightPrecision._may_put_off_schedules
+
+
+def puts_off_as_on_cuda(self):
+    device, self._device = self._device, torch.device("cuda")
     try:
-        module, trainer, _ = fit("lars", scheduled=True, callbacks=[monitor, *callbacks], **settings)
+        return PUTS_OFF(self)
     finally:
-        MasterWeightPrecision._may_put_off_schedules = original
-    return monitor.rates, module.rates, toy.weights(module), trainer.optimizers[0].param_groups[0]["lr"]
+        self._device = device
 
 
-@pytest.mark.parametrize("settings", [{"bad": [1, 4]}, {"bad": [7]}, {"bad": [], "max_steps": 6}], ids=str)
-def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, settings):
-    at_once, seen, weights, last = one_rank.run(rates_and_weights, False, {**settings, "log_every_n_steps": 4})[0]
-    behind, seen_behind, same_weights, same_last = one_rank.run(
-        rates_and_weights, True, {**settings, "log_every_n_steps": 4}
-    )[0]
-    assert behind == at_once
-    assert len(set(at_once)) > 3
-    assert toy.same_bits(weights, same_weights)
-    assert last == same_last
+def at_once_and_behind(ranks, *callbacks, **scene):
+    looks = at(on_train_start=rates_of_steps, on_train_batch_start=rate)
+    for patches in ([], [("lightning_hybrid.MasterWeightPrecision._may_put_off_schedules", puts_off_as_on_cuda)]):
+        callbacks_ = [looks, *(each.pop() for each in callbacks)]
+        yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][0]
+
+
+@pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}, {"bad": [], "max_steps": 6}], ids=str)
+def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, scene):
+    at_once, behind = at_once_and_behind(one_rank, **scene, log_every_n_steps=4)
+    ((rates, group),), ((rates_behind, group_behind),) = (one.looks["on_train_start"] for one in (at_once, behind))
+    assert rates_behind == rates
+    assert group_behind["lr"] == group["lr"]
+    assert len(set(rates)) > 3
+    assert same(behind.weights, at_once.weights)
+    seen, seen_behind = (one.looks["on_train_batch_start"] for one in (at_once, behind))
     assert seen_behind != seen, "it must have been behind"
     # What a logger reads at the start of a logged step (each fourth) and after an epoch's last batch is today's rate.
     assert seen_behind[3::4] == seen[3::4]
     assert seen_behind[8:9] == seen[8:9]
 
 
-def checkpoint_made(put_off, path):
-    rates_and_weights(put_off, {"bad": [1]}, Saves(path, step=6))
-    checkpoint = torch.load(path, weights_only=True)
-    return checkpoint["optimizer_states"][0]["param_groups"][0]["lr"], checkpoint["lr_schedulers"]
-
-
 def test_a_checkpoint_does_not_know_that_the_schedule_is_behind(one_rank, tmp_path):
-    at_once = one_rank.run(checkpoint_made, False, str(tmp_path / "at_once.ckpt"))
-    behind = one_rank.run(checkpoint_made, True, str(tmp_path / "behind.ckpt"))
-    assert at_once == behind
-    assert at_once[0][0] == 5.0 * 0.5**5
+    paths = [tmp_path / "at_once.ckpt", tmp_path / "behind.ckpt"]
+    list(at_once_and_behind(one_rank, [Saves(path, step=6) for path in reversed(paths)], bad=[1]))
+    one, other = (torch.load(path, weights_only=True) for path in paths)
+    assert one["lr_schedulers"] == other["lr_schedulers"]
+    rates = [each["optimizer_states"][0]["param_groups"][0]["lr"] for each in (one, other)]
+    assert rates == [5.0 * 0.5**5] * 2
 
 
-def whole_and_resumed(optimizer, path):
-    """Four epochs in one go, and the same from a checkpoint after the first; each with its scale and skipped steps."""
-    settings = {"bad": [1], "scheduled": True, "max_epochs": 4}
-    runs = [
-        fit(optimizer, callbacks=[Saves(path, epoch=0)], **settings),
-        fit(optimizer, ckpt_path=path, **settings),
-    ]
-    return [(toy.weights(module), trainer.precision_plugin.state_dict()) for module, trainer, _ in runs]
+def state_of_plugin(trainer, *_):
+    return trainer.precision_plugin.state_dict()
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "sgd_fused"])
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimizer):
-    (whole, state), (resumed, same_state) = one_rank.run(whole_and_resumed, optimizer, str(tmp_path / "1.ckpt"))[0]
-    assert toy.same_bits(whole, resumed)
-    assert state == same_state
-    assert state["num_skipped_steps"] == 4
+    """Four epochs in one go, and the same from a checkpoint after the first."""
+    path, looks = str(tmp_path / "1.ckpt"), at(on_train_end=state_of_plugin)
+    scene = {"bad": [1], "scheduled": True, "max_epochs": 4}
+    ((whole, _),) = run(one_rank, optimizer, callbacks=[looks, Saves(path, epoch=0)], **scene)
+    ((resumed, _),) = run(one_rank, optimizer, callbacks=[looks], ckpt_path=path, **scene)
+    assert same(whole.weights, resumed.weights)
+    assert whole.looks == resumed.looks
+    assert whole.num_skipped == 4
 
 
 # ---- endless overflow ----------------------------------------------------------------------------------------------
@@ -427,13 +360,10 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimize
 
 @pytest.mark.parametrize(("log_every_n_steps", "num_steps"), [(10, 40), (25, 50), (1000, 80)])
 def test_endless_overflow_is_found_at_a_logged_step_or_at_the_end(one_rank, log_every_n_steps, num_steps):
-    error = one_rank.run(toy.error_of, endless, log_every_n_steps)[0]
-    assert f"inf or nan for {num_steps} steps in a row" in error
-    assert "net.1.weight" in error
-
-
-def endless(log_every_n_steps):
-    fit("lars", bad=range(8), max_epochs=10, log_every_n_steps=log_every_n_steps)
+    scene = {"bad": range(8), "max_epochs": 10, "log_every_n_steps": log_every_n_steps, "raises": True}
+    ((seen, _),) = run(one_rank, "lars", **scene)
+    assert f"inf or nan for {num_steps} steps in a row" in seen.error
+    assert "net.1.weight" in seen.error
 
 
 # ---- manual optimization -------------------------------------------------------------------------------------------
@@ -466,27 +396,22 @@ class TwoGames(toy.Toy):
         return [LARS(self.net.parameters(), lr=1.0), torch.optim.SGD(self.head.parameters(), lr=0.1, fused=True)]
 
 
-def scales_of_two_games(toggles):
-    module = TwoGames(toggles)
-    metrics = TrainingMetrics()
-    strategy = HybridAllReduceStrategy(loss_scale=DynamicLossScale(2.0**10), find_unused_parameters=True)
-    trainer = toy.trainer(precision="16-true", strategy=strategy, callbacks=[metrics], log_every_n_steps=1)
-    trainer.fit(module, toy.loader())
-    plugin = trainer.precision_plugin
-    logged = [trainer.callback_metrics[f"train/loss_scale{of}"].item() for of in ("", "/optimizer_1")]
-    scales = [record.loss_scale.value for record in plugin.optimizer_steps]
-    assert logged == scales
-    restored = MasterWeightPrecision("16-true")
-    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+def scales_and_skips(trainer, *_):
+    """Of each optimizer; they travel in a checkpoint."""
+    plugin, restored = trainer.precision_plugin, MasterWeightPrecision("16-true")
+    for _ in range(2):
+        restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     restored.load_state_dict(plugin.state_dict())
     assert restored.state_dict() == plugin.state_dict()
-    return scales, [int(record.num_skipped) for record in plugin.optimizer_steps], plugin.num_skipped_steps
+    return [(record.loss_scale.value, int(record.num_skipped)) for record in plugin.optimizer_steps]
 
 
-def test_each_optimizer_has_its_own_scale_where_it_is_toggled(one_rank):
-    assert one_rank.run(scales_of_two_games, True) == [([2.0**6, 2.0**10], [4, 0], 4)]
-
-
-def test_optimizers_reached_by_one_backward_share_the_smallest_scale(one_rank):
-    assert one_rank.run(scales_of_two_games, False) == [([2.0**6, 2.0**6], [4, 0], 4)]
+@pytest.mark.parametrize(("toggles", "of_other"), [(True, 2.0**10), (False, 2.0**6)])
+def test_each_optimizer_has_its_own_scale_where_it_is_toggled_or_all_share_the_smallest(one_rank, toggles, of_other):
+    """All that one backward reaches are scaled alike."""
+    scene = {"loss_scale": DynamicLossScale(2.0**10), "find_unused_parameters": True, "log_every_n_steps": 1}
+    scene |= {"callbacks": [at(on_train_end=scales_and_skips), TrainingMetrics], "precision": "16-true"}
+    (seen,) = fit(one_rank, partial(TwoGames, toggles), **scene)
+    assert seen.looks["on_train_end"] == [[(2.0**6, 4), (of_other, 0)]]
+    assert seen.num_skipped == 4
+    assert [seen.metrics[f"train/loss_scale{of}"] for of in ("", "/optimizer_1")] == [2.0**6, of_other]

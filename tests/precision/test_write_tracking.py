@@ -1,22 +1,20 @@
 """Writes to the weights that are not ours are noticed, and no memory is read to find out that there was none."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-import lightning_hybrid.precision.master_weights
-from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.optim import LARS
+from lightning_hybrid.precision import master_weights
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.write_tracking import is_untouched, mark_clean, track, untrack
-from tests import toy
+from tests.scenes import at, fit
+from tests.toy import Toy
 
 
 class Value:
@@ -29,9 +27,12 @@ class Value:
         return self.master
 
 
-def in_place(weight, data):
-    with torch.no_grad():
-        weight.mul_(2.0)
+def without_autograd(write):
+    def way(weight, data):
+        with torch.no_grad():
+            write(weight)
+
+    return way
 
 
 def in_inference_mode(weight, data):
@@ -39,29 +40,8 @@ def in_inference_mode(weight, data):
         weight.view(-1)[1] = 3.0
 
 
-def as_a_list(weight, data):
-    with torch.no_grad():
-        torch._foreach_mul_([weight], 2.0)
-
-
-def through_detach(weight, data):
-    weight.detach().clamp_(-0.1, 0.1)
-
-
-def through_data(weight, data):
-    weight.data.mul_(2.0)
-
-
-def through_data_taken_long_ago(weight, data):
-    data.mul_(2.0)
-
-
 def a_new_memory(weight, data):
     weight.data = torch.full_like(weight, 2.0)
-
-
-def from_a_vector(weight, data):
-    nn.utils.vector_to_parameters(torch.full((weight.numel(),), 2.0, dtype=weight.dtype), [weight])
 
 
 def a_new_memory_of_another_dtype(weight, data):
@@ -75,10 +55,6 @@ def a_state_dict(weight, data):
     module.load_state_dict({"weight": torch.full_like(weight, 2.0)})
 
 
-def init(weight, data):
-    nn.init.constant_(weight, 2.0)
-
-
 def another_optimizer(weight, data):
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0).step()
@@ -90,22 +66,35 @@ def announced(weight, data):
     torch.autograd.graph.increment_version(weight)
 
 
-WAYS = [in_place, in_inference_mode, as_a_list, through_detach, through_data, through_data_taken_long_ago]
-WAYS += [a_new_memory, a_new_memory_of_another_dtype, from_a_vector, a_state_dict, init, another_optimizer, announced]
+def from_a_vector(weight, data):
+    nn.utils.vector_to_parameters(torch.full((weight.numel(),), 2.0, dtype=weight.dtype), [weight])
 
 
-@pytest.mark.parametrize("write", WAYS, ids=lambda way: way.__name__)
-def test_whatever_is_written_reaches_the_master(write):
+WAYS = {
+    "in place": without_autograd(lambda weight: weight.mul_(2.0)),
+    "as a list": without_autograd(lambda weight: torch._foreach_mul_([weight], 2.0)),
+    "through detach": lambda weight, data: weight.detach().clamp_(-0.1, 0.1),
+    "through data": lambda weight, data: weight.data.mul_(2.0),
+    "through data taken long ago": lambda weight, data: data.mul_(2.0),
+    "init": lambda weight, data: nn.init.constant_(weight, 2.0),
+}
+for way in (in_inference_mode, a_new_memory, a_new_memory_of_another_dtype, from_a_vector, a_state_dict):
+    WAYS[way.__name__] = way
+WAYS |= {"another optimizer": another_optimizer, "announced": announced}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_written_reaches_the_master(way):
     """Twice, with a step of ours between: what follows the first write must not be forgotten."""
     module = nn.Linear(4, 3, bias=False)
     masters = MasterWeights(module, torch.float16)
     masters.follow_device()
     pair = masters.pair_of(module.weight)
-    data = module.weight.data if write is through_data_taken_long_ago else None
+    data = module.weight.data if way == "through data taken long ago" else None
     for _ in range(2):
         pair.absorb_outside_writes_()
         before = pair.master.detach().clone()
-        write(module.weight, data)
+        WAYS[way](module.weight, data)
         assert not torch.equal(module.weight, before.half()), "the write must have changed something"
         assert not is_untouched(module.weight)
         pair.absorb_outside_writes_()
@@ -163,7 +152,7 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
 
 @pytest.mark.parametrize("memory", ["contiguous", "channels_last", "slice"])
 def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
-    monkeypatch.setattr(lightning_hybrid.precision.master_weights, "_BLOCK", 64)
+    monkeypatch.setattr(master_weights, "_BLOCK", 64)
     module = nn.Conv2d(10, 7, 3, bias=False)
     if memory == "channels_last":
         module.to(memory_format=torch.channels_last)
@@ -182,57 +171,49 @@ def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
 # ---- whole steps ---------------------------------------------------------------------------------------------------
 
 
-class Comparisons(pl.Callback):
-    """Counts comparisons of weights with masters, from the second step on; may write as a user would."""
-
-    def __init__(self, write):
-        self.write, self.steps = write, []
-
-    def on_train_start(self, trainer, module):
-        self.original = lightning_hybrid.precision.master_weights._is_rounded
-        lightning_hybrid.precision.master_weights._is_rounded = self.count
-
-    def count(self, low, master):
-        self.steps[-1] += 1
-        return self.original(low, master)
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.steps.append(0)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if self.write == "data":
-            module.net[5].weight.data.clamp_(-0.1, 0.1)
-        elif self.write == "once" and trainer.global_step == 4:
-            with torch.no_grad():
-                module.net[5].weight.clamp_(-0.1, 0.1)
-
-    def on_train_end(self, trainer, module):
-        lightning_hybrid.precision.master_weights._is_rounded = self.original
+def clamp_data(trainer, module, *_):
+    module.net[5].weight.data.clamp_(-0.1, 0.1)
 
 
-def comparisons(optimizer, write, precision="16-true"):
-    class Module(toy.Toy):
-        def configure_optimizers(self):
-            if optimizer == "lars_fused":
-                return LARS(self.parameters(), lr=0.1, fused=True)
-            return super().configure_optimizers()
+def clamp_once(trainer, module, *_):
+    if trainer.global_step == 4:
+        with torch.no_grad():
+            module.net[5].weight.clamp_(-0.1, 0.1)
 
-    counting = Comparisons(write)
-    trainer = toy.trainer(precision=precision, strategy=HybridAllReduceStrategy(), callbacks=[counting], max_epochs=1)
-    module = Module(optimizer=optimizer)
-    trainer.fit(module, toy.loader(64))
+
+def comparisons(module, precision, write):
+    """Numbers of comparisons of weights with masters, by step."""
+    counts, original = [], master_weights._is_rounded
+
+    def count(low, master):
+        counts[-1] += 1
+        return original(low, master)
+
+    looks = {"on_train_batch_start": lambda *_: counts.append(0), "on_train_end": lambda *_: list(counts)}
+    looks |= {"on_train_batch_end": write} if write else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(master_weights, "_is_rounded", count)
+        seen = fit(None, module := module(), precision=precision, callbacks=[at(**looks)], max_epochs=1)
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
-    return counting.steps
+    return seen.looks["on_train_end"][0]
+
+
+class Fused(Toy):
+    def configure_optimizers(self):
+        return LARS(self.parameters(), lr=0.1, fused=True)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [("SGD", "16-true"), ("AdamW", "bf16-true"), ("lars_fused", "16-true")]
+    ("module", "precision", "write", "expected"),
+    [
+        (Toy, "16-true", None, [6, 0, 0, 0, 0, 0, 0, 0]),
+        (partial(Toy, optimizer="AdamW"), "bf16-true", None, [6, 0, 0, 0, 0, 0, 0, 0]),
+        (Fused, "16-true", None, [6, 0, 0, 0, 0, 0, 0, 0]),
+        (Toy, "16-true", clamp_once, [6, 0, 0, 0, 1, 0, 0, 0]),
+        (Toy, "16-true", clamp_data, [6, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+    ids=["SGD", "AdamW", "fused", "once", "data"],
 )
-def test_steps_compare_no_weights_where_nobody_wrote(one_rank, optimizer, precision):
-    """The net has six parameters in half precision: the first step compares them, no other does."""
-    assert one_rank.run(comparisons, optimizer, None, precision, timeout_s=300) == [[6, 0, 0, 0, 0, 0, 0, 0]]
-
-
-def test_steps_compare_what_somebody_wrote_or_may_write(one_rank):
-    assert one_rank.run(comparisons, "SGD", "once") == [[6, 0, 0, 0, 1, 0, 0, 0]]
-    assert one_rank.run(comparisons, "SGD", "data") == [[6, 1, 1, 1, 1, 1, 1, 1]]
+def test_steps_compare_no_weights_but_what_somebody_wrote_or_may_write(one_rank, module, precision, write, expected):
+    """The net has six parameters in half precision: the first step compares them."""
+    assert one_rank.run(comparisons, module, precision, write, timeout_s=300) == [expected]

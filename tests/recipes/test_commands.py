@@ -49,9 +49,13 @@ def benched(folder: Path, said: str) -> None:
 
 
 def updated(folder: Path, said: str) -> None:
-    rows = content_of(folder / "run/bench.json")["rows"]
+    content = content_of(folder / "run/bench.json")
+    rows, steps = content["rows"], content["training"]
     assert [row["arm"] for row in rows] == [*ARMS]
     assert all(len(row["times_s"]) == 2 for row in rows)
+    assert content["copy_bytes_per_s"] > 1e8  # more than a disk
+    assert [(row["batch_size"], row["arm"]) for row in steps] == [(2, "mixed_sgd"), (2, "ours_lars")]
+    assert all(len(row["images_per_s"]) == 2 and min(row["images_per_s"]) > 0 for row in steps)
     assert all(arm in (folder / "run/table.md").read_text() for arm in ARMS)
 
 
@@ -147,12 +151,14 @@ COMMANDS = {
         "steps.gradients=[linear_8mib] steps.num_rounds=1 steps.num_steps=2 steps.num_warmup_steps=2 "
         "steps.overlap=auto",
         says=("written to TMP/run",),
-        files=("bench.png",),
+        files=("bench.svg",),
         look=benched,
     ),
     "updates": Command(
-        words="-m recipes.benchmarks.optimizer device=cpu training=null updates.gradients=[linear_8mib] "
-        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1",
+        words="-m recipes.benchmarks.optimizer device=cpu updates.gradients=[linear_8mib] "
+        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1 "
+        "training.arms=[mixed_sgd,ours_lars] training.batch_sizes=[2] training.image_size=16 training.depth=18 "
+        "training.num_steps=2 training.num_warmup_steps=1 training.num_rounds=2",
         look=updated,
     ),
     "input": Command(
@@ -176,20 +182,25 @@ COMMANDS = {
         "cluster.price_per_node_hour=30 cluster.watts_per_node=3000 search.algorithms=[flat,two_level] "
         "search.bucket_bytes=[4194304,67108864]",
         says=("16 GPUs (2 x 8), 1,024 images a step: a step takes ", "written to TMP/run"),
-        files=("simulate.png", "pipeline.png"),
+        files=("simulate.svg", "pipeline.svg"),
         look=planned,
         is_default=True,
     ),
     "search": Command(
         words=SEARCH,
         says=("best: optim.lr=0.01\n", "lies at an end of its range: widen axes.optim.lr.low"),
-        files=("search.png",),
+        files=("search.svg",),
         look=searched,
     ),
     "train on noise": Command(
         words="recipes/train.py data=synthetic data.image_size=16 data.num_train_images=64 data.num_val_images=16 "
         f"data.num_stored_images=8 model.in_channels=3 global_batch_size=16 {QUIET}",
         files=("run.png",),
+    ),
+    "a command of the package": Command(
+        words="-m lightning_hybrid report runs=[nowhere]",
+        code=2,
+        says=("error: `runs` (=", "`python -m lightning_hybrid train` prints the directory.\n"),
     ),
     "train with a mistake": Command(
         words="recipes/train.py logger=none global_batch_size=127",

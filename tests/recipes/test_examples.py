@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import yaml
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, tracked_in
 from tests.programs import run_program
 
 EXAMPLES, DEPLOY = ROOT / "recipes" / "examples", ROOT / "recipes" / "deploy"
@@ -27,7 +27,8 @@ LAST = {
 
 def test_the_page_names_every_example():
     named = re.findall(r"\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())
-    assert set(named) == set(LAST) == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    files = [*tracked_in(EXAMPLES, "*.py"), *tracked_in(EXAMPLES, "*.ipynb")]
+    assert set(named) == set(LAST) == {path.name for path in files} - {"__init__.py"}
 
 
 @pytest.mark.long

@@ -1,13 +1,11 @@
 """The stand-in for a move to a GPU does to objects what a move does, and where Lightning does it."""
 
-from __future__ import annotations
-
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_hybrid import HybridAllReduceStrategy
 from tests import toy
+from tests.scenes import Saves, fit
 from tests.stand_in import moving_device
 
 
@@ -23,31 +21,6 @@ def install(monkeypatch):
 def not_twice(pytestconfig):
     if pytestconfig.getoption("--moving-device"):
         pytest.skip("these tests move devices themselves")
-
-
-@pytest.fixture
-def moving(monkeypatch):
-    install(monkeypatch)
-
-
-def places(module):
-    buffers = {name: (id(buffer), buffer.data_ptr()) for name, buffer in module.named_buffers()}
-    return {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()}, buffers
-
-
-def test_parameters_keep_their_identity_and_buffers_do_not(moving):
-    """As `nn.Module.to` to another device does; only addresses of what is still held can be compared."""
-    module = toy.Toy()
-    values, held = toy.weights(module), [*module.buffers(), *(p.data for p in module.parameters())]
-    parameters, buffers = places(module)
-    module._apply(moving_device.TwoMemories().moved)
-    moved_parameters, moved_buffers = places(module)
-    for name, (identity, address) in parameters.items():
-        assert moved_parameters[name][0] == identity
-        assert moved_parameters[name][1] != address
-    assert all(moved_buffers[name][0] != identity for name, (identity, _) in buffers.items())
-    assert toy.same_bits(values, toy.weights(module))
-    assert len(held) == len(parameters) + len(buffers)
 
 
 @pytest.mark.parametrize("algorithm", ["SGD", "AdamW"])
@@ -78,22 +51,13 @@ def test_a_module_ends_in_fp32_with_the_bits_of_its_buffers(one_rank, tmp_path, 
         assert saved == exact
 
 
-class Saves(pl.Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, module):
-        trainer.save_checkpoint(self.path)
-
-
 def buffers_after_each(precision, path):
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
-        module, found = WithABuffer(), []
-        toy.trainer(precision=precision, max_epochs=1, callbacks=[Saves(path)]).fit(module, toy.loader())
-        found.append(module.buffers_by_bits())
-        for what in ("validate", "test", "predict"):
-            getattr(toy.trainer(precision=precision), what)(module, toy.loader())
+        found = []
+        module = WithABuffer()
+        for call in ("fit", "validate", "test", "predict"):
+            fit(None, module, call=call, precision=precision, max_epochs=1, callbacks=[Saves(path, epoch=0)])
             assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
             found.append(module.buffers_by_bits())
     state = torch.load(path, weights_only=True)["state_dict"]
@@ -101,27 +65,11 @@ def buffers_after_each(precision, path):
 
 
 def weights_after_a_fit(algorithm, is_moving):
+    module = toy.Toy(optimizer=algorithm, lr=0.01)
+    held = [id(buffer) for buffer in module.buffers()]
     with pytest.MonkeyPatch.context() as patch:
         if is_moving:
             install(patch)
-        module = toy.Toy(optimizer=algorithm, lr=0.01)
-        held = [id(buffer) for buffer in module.buffers()]
-        toy.trainer(precision="32-true").fit(module, toy.loader())
+        seen = fit(None, module)
     assert ([id(buffer) for buffer in module.buffers()] != held) is is_moving
-    return toy.weights(module)
-
-
-def test_an_operation_on_what_moved_and_what_did_not_is_refused():
-    one, other = torch.ones(3), torch.ones(3)
-    with moving_device.TwoMemories() as memories:
-        moved = memories.moved(one)
-        assert memories.moved(moved) is moved
-        with pytest.raises(moving_device.AcrossMemoriesError, match=r"same device.*aten\.add"):
-            moved + other
-        with pytest.raises(moving_device.AcrossMemoriesError):
-            torch.equal(moved, one)
-        both = other.to(torch.device("cpu")) + moved + torch.ones(3) + other.to(moved) + torch.ones(())
-        other.copy_(both)
-        assert memories.has(both)
-        assert not memories.has(other + other)
-    assert other.tolist() == [5.0] * 3
+    return seen.weights

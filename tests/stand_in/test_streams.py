@@ -1,6 +1,4 @@
-"""Who waits for whom on a GPU, in the prefetcher and in copies of a checkpoint; and that the stand-in would tell."""
-
-from __future__ import annotations
+"""Who waits for whom on a GPU, in the prefetcher and in copies of a checkpoint."""
 
 import numpy as np
 import pytest
@@ -9,77 +7,7 @@ import torch
 from lightning_hybrid.checkpoint import host_copy
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.data.prefetch import prefetch
-from tests.stand_in.streams_stand_in import streams
-
-CUDA = torch.device("cuda", 0)
-
-
-# ---- the stand-in tells ----------------------------------------------------------------------------------------------
-
-
-def write_and_read(gpu, between):
-    side, event = torch.cuda.Stream(CUDA), torch.cuda.Event()
-    with torch.cuda.stream(side):
-        tensor = torch.ones(3, device=CUDA)
-        event.record()
-    between(side, event)
-    total = tensor + 1
-    if between is not FORGETS:
-        tensor.record_stream(torch.cuda.current_stream())
-    del tensor, total
-
-
-def FORGETS(side, event):
-    torch.cuda.current_stream().wait_stream(side)
-
-
-@pytest.mark.parametrize(
-    ("between", "races"),
-    [
-        (lambda side, event: None, ["default reads memory that stream 1 may still be at"]),
-        (lambda side, event: side.wait_stream(torch.cuda.current_stream()), ["default reads memory that stream 1 may"]),
-        (lambda side, event: event.wait(), []),
-        (lambda side, event: torch.cuda.current_stream().wait_event(event), []),
-        (lambda side, event: torch.cuda.current_stream().wait_stream(side), []),
-        (lambda side, event: side.synchronize(), []),
-        (lambda side, event: event.synchronize(), []),
-        (lambda side, event: event.query(), ["default reads memory that stream 1 may still be at"]),
-        (FORGETS, ["memory of stream 1 is given back while default may still be at it"]),
-    ],
-)
-def test_a_stream_that_does_not_wait_and_memory_that_is_given_back_too_early_are_told(between, races):
-    with streams() as gpu:
-        write_and_read(gpu, between)
-    assert len(gpu.races) == len(races), gpu.races
-    assert all(found.startswith(expected) for found, expected in zip(gpu.races, races, strict=True))
-
-
-@pytest.mark.parametrize("non_blocking", [False, True])
-def test_the_host_may_not_fill_again_what_is_still_being_copied(non_blocking):
-    with streams() as gpu:
-        host = torch.ones(3)
-        device = host.to(CUDA, non_blocking=non_blocking)
-        host.fill_(2)
-    assert (gpu.races != []) is non_blocking
-    assert device.device == CUDA
-
-
-def test_writing_what_another_still_reads_is_told():
-    with streams() as gpu:
-        side, tensor = torch.cuda.Stream(CUDA), torch.ones(3, device=CUDA)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            view = tensor[1:]
-            total = view + 1
-        assert gpu.races == []
-        tensor.mul_(2)
-        assert [race.partition(" (")[0] for race in gpu.races] == [
-            "default writes memory that stream 1 may still be at"
-        ]
-        torch.cuda.synchronize()
-        total.mul_(2)
-    assert len(gpu.races) == 1
-
+from tests.stand_in.recording_cuda import CUDA, Cuda
 
 # ---- the prefetcher --------------------------------------------------------------------------------------------------
 
@@ -101,7 +29,7 @@ class Loader:
 
 def train_on(loader):
     """Races of four steps that read a batch, change it, and keep the last loss."""
-    with streams() as gpu:
+    with Cuda().on_fake_tensors() as gpu:
         ahead = prefetch(loader, CUDA, torch.float16)
         weight, seen = torch.ones(3, device=CUDA, dtype=torch.float16), 0
         for batch in ahead:
@@ -113,7 +41,7 @@ def train_on(loader):
             seen += 1
         assert seen == 4
         del weight
-    return gpu.races
+    return gpu.found
 
 
 @pytest.mark.parametrize("reads_ahead", [False, True])
@@ -155,7 +83,7 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
     monkeypatch.setattr(HostCopies, "_block_of", lambda self, num_bytes, *, is_locked: Block(num_bytes))
     monkeypatch.setattr(host_copy, "_key_of", id)  # a fake tensor has no address
     monkeypatch.setattr(host_copy, "_has_place", lambda tensor: True)  # and a type of its own
-    with streams() as gpu:
+    with Cuda().on_fake_tensors() as gpu:
         weights, host = torch.ones(8, device=CUDA), HostCopies()
         weights.mul_(2)
         side = torch.cuda.Stream(CUDA) if on_side else torch.cuda.current_stream()
@@ -168,7 +96,7 @@ def races_of_a_checkpoint(monkeypatch, *, waits=True, on_side=False):
             host.wait()
         for copy in copies.values():
             gpu.host_reads(copy)
-    return gpu.races
+    return gpu.found
 
 
 @pytest.mark.parametrize("on_side", [False, True])
@@ -176,4 +104,4 @@ def test_a_checkpoint_is_written_only_when_its_copies_are_there(monkeypatch, on_
     assert races_of_a_checkpoint(monkeypatch, on_side=on_side) == []
     raced = races_of_a_checkpoint(monkeypatch, waits=False, on_side=on_side)
     assert len(raced) == 2
-    assert raced[0].startswith("host reads memory that")
+    assert raced[0].startswith("race: a read on host is not ordered after a use on")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_hybrid import Adasum, HybridAllReduceStrategy
-from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricHybridAllReduceStrategy
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
 from tests.reference.adasum import of_buckets
-from tests.scenes import fit, same
+from tests.scenes import at, fit, same
 
 NUMELS = (300, 7)
 
@@ -52,29 +49,27 @@ def moved_by(seen):
     return [-seen.weights[f"weights.{index}"] for index in range(len(NUMELS))]
 
 
-def one_step(scene):
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_hybrid.strategy.comm_setup.rank_zero_info", lines.append)
-        return moved_by(fit(None, **scene)), lines
+def plan_in_words(trainer, module):
+    return trainer.strategy.communication_plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("apart", [False, True], ids=["oblique", "orthogonal"])
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
 def test_a_step_moves_by_the_adasum_of_the_nodes_means(four_ranks, precision, apart):
     scene = {"module": partial(Slopes, apart=apart), "precision": precision, "max_steps": 1}
     scene |= {"between_nodes": Adasum(), "ranks_per_node": 2, "loss_scale": 256.0}
-    per_rank = four_ranks.run(one_step, scene)
+    per_rank = fit(four_ranks, callbacks=[at(on_train_start=plan_in_words)], **scene)
     alone = [torch.cat(slopes(rank, apart=apart)) for rank in range(4)]
     expected = of_buckets(alone, NUMELS, ((0, 1), (2, 3)))
     bound = {"32-true": 1e-6, "16-true": 2 * 2**-11, "bf16-true": 2 * 2**-8}[precision]
-    for moved, _ in per_rank:
-        for weight, first, sum_of_nodes in zip(moved, per_rank[0][0], expected, strict=True):
+    for seen in per_rank:
+        for weight, first, sum_of_nodes in zip(moved_by(seen), moved_by(per_rank[0]), expected, strict=True):
             assert torch.equal(weight, first)
             assert (weight.double() - sum_of_nodes / 2).norm() <= bound * (sum_of_nodes / 2).norm()
             if apart:  # the sum of both nodes' means, which no mean of all is
                 assert torch.equal(weight, (sum_of_nodes / 2).float())
-    assert re.search(r"4 ranks = 2 nodes x 2; .*hierarchical; plan \w+; Adasum between nodes$", per_rank[0][1][0])
+        assert seen.looks["on_train_start"][0].endswith("; Adasum between nodes")
 
 
 def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_ranks):
@@ -89,40 +84,17 @@ def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_
             assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
 
 
-def in_fabric():
-    fabric = Fabric(
-        strategy=FabricHybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1), accelerator="cpu", devices=2
-    )
-    fabric.launch()
-    weight = nn.ParameterList([nn.Parameter(torch.zeros(300))])
-    module = type("Slope", (nn.Module,), {"forward": lambda self, x: (self.weight[0] * x).sum()})()
-    module.weight = weight
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    fabric.backward(model(slopes(dist.get_rank(), apart=False)[0]))
-    optimizer.step()
-    moved = -weight[0].detach().clone()
-    fabric.strategy.teardown()
-    return moved
-
-
-def test_it_is_there_in_fabric(two_ranks):
-    (expected,) = of_buckets([slopes(rank, apart=False)[0] for rank in range(2)], (300,), ((0,), (1,)))
-    for moved in two_ranks.run(in_fabric):
-        assert (moved.double() - expected).norm() <= 1e-6 * expected.norm()
-
-
 # ---- refused, and warned of ------------------------------------------------------------------------------------------
-
-
-def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
-    for text in three_ranks.run(refusal_of_three_nodes):
-        assert text.startswith("ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3")
-        assert "Launch 2 or 4 nodes" in text
 
 
 def refusal_of_three_nodes():
     strategy = HybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1)
     return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
+
+
+def test_a_number_of_nodes_that_is_no_power_of_two_is_refused_by_the_trainer(three_ranks):
+    for text in three_ranks.run(refusal_of_three_nodes):
+        assert text.startswith("ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 3")
 
 
 def sgd_on_groups(parameters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from tests.checkout import ROOT, tracked_files
 
@@ -59,6 +60,7 @@ def changes(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 yield text
 
 
+@cache
 def all_changes() -> set[str]:
     trees = {path: ast.parse(path.read_text()) for path in tracked_files("lightning_hybrid/*.py")}
     own = own_attributes(trees.values())

@@ -3,7 +3,6 @@
 import ast
 import sys
 import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -59,10 +58,6 @@ class Says(FitExtension):
     def before_optimizers(self, fit):
         assert not fit.trainer.optimizers
 
-    def after_setup(self, fit):
-        assert fit.engine is fit.hook_state.engine
-        self.note("after_setup")
-
     def before_batch(self, fit, batch_idx):
         if batch_idx == 0:
             self.note("before_batch")
@@ -71,23 +66,12 @@ class Says(FitExtension):
         self.note("step", kept=False)
         return run()
 
-    def before_validation(self, fit):
-        self.note("before_validation")
+    def _noted(hook):
+        return lambda self, fit, *error: self.note(hook)
 
-    def in_validation(self, fit):
-        self.note("in_validation")
-
-    def after_validation(self, fit):
-        self.note("after_validation")
-
-    def before_train_end(self, fit):
-        self.note("before_train_end")
-
-    @contextmanager
-    def reading_module(self, fit):
-        self.note("reading")
-        yield
-        self.note("read")
+    after_setup, before_validation = _noted("after_setup"), _noted("before_validation")
+    in_validation, after_validation = _noted("in_validation"), _noted("after_validation")
+    before_train_end, failed = _noted("before_train_end"), _noted("failed")
 
     def save(self, fit, checkpoint):
         checkpoint[self.name] = 1
@@ -95,9 +79,6 @@ class Says(FitExtension):
 
     def load(self, fit, checkpoint):
         self.note(f"load {checkpoint[self.name]}")
-
-    def failed(self, fit, error):
-        self.note("failed")
 
     def end(self, fit, error):
         assert not fit.engine._is_closed
@@ -136,9 +117,6 @@ def hooks(said, *names):
     return [one for one in said if one.split(".")[1].split("(")[0].split(" ")[0] in names]
 
 
-ENDS = ("failed", "end", "put_back")
-
-
 def test_a_good_fit_calls_hooks_in_order_and_ends_in_reverse(two_ranks, tmp_path):
     for said, error, _, _ in two_ranks.run(fit, {}, (), tmp_path / "one.ckpt", timeout_s=LIMIT_S):
         assert error == ""
@@ -168,7 +146,7 @@ def test_an_error_of_an_extension_is_the_fits_and_ends_what_has_begun(two_ranks,
     for said, error, texts, _ in two_ranks.run(fit, fails, timeout_s=LIMIT_S):
         assert error.startswith(f"ValueError: {name}.{hook}")
         expected = [f"{one}.failed" for one in begun] + [f"{one}.end(ValueError)" for one in reversed(begun)]
-        assert hooks(said, *ENDS) == expected + [f"{one}.put_back" for one in reversed(changed)]
+        assert hooks(said, "failed", "end", "put_back") == expected + [f"{one}.put_back" for one in reversed(changed)]
         assert not texts
 
 
@@ -177,7 +155,8 @@ def test_an_error_of_the_fit_stays_the_one_that_is_seen(two_ranks):
     for said, error, texts, notes in two_ranks.run(fit, fails, (0, 1), timeout_s=LIMIT_S):
         assert error.startswith("KeyError")
         failed, ended = [f"{one}.failed" for one in "abc"], [f"{one}.end(KeyError)" for one in "cba"]
-        assert hooks(said, *ENDS) == [*failed, *ended, "c.put_back", "b.put_back", "a.put_back"]
+        put_back = [f"{one}.put_back" for one in "cba"]
+        assert hooks(said, "failed", "end", "put_back") == [*failed, *ended, *put_back]
         assert any("Says.failed: ValueError: a.failed" in note for note in notes)
         assert [text.rpartition(" ")[2] for text in texts] == ["b.end", "a.put_back"]
 
@@ -203,28 +182,24 @@ def test_errors_at_the_end_of_a_good_fit_are_raised_once_all_have_ended(two_rank
 
 
 def ends(options, precision):
-    said, old = [], []
-    for kind, name, label in (
-        (FitExtension, "end", lambda one: "end"),
-        (CommEngine, "close", lambda engine: f"engine of {engine.topology.world_size}"),
-        (MasterWeights, "restore", lambda masters: "masters"),
-        (FitExtension, "put_back", lambda one: "put back"),
-        (DDPStrategy, "teardown", lambda strategy: "DDP"),
-    ):
-        before = getattr(kind, name)
-        old.append((kind, name, before))
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name, label in (
+            (FitExtension, "end", lambda one: "end"),
+            (CommEngine, "close", lambda engine: f"engine of {engine.topology.world_size}"),
+            (MasterWeights, "restore", lambda masters: "masters"),
+            (FitExtension, "put_back", lambda one: "put back"),
+            (DDPStrategy, "teardown", lambda strategy: "DDP"),
+        ):
+            before = getattr(kind, name)
 
-        def call(self, *args, before=before, label=label):
-            said.append(label(self))
-            return before(self, *args)
+            def call(self, *args, before=before, label=label):
+                said.append(label(self))
+                return before(self, *args)
 
-        setattr(kind, name, call)
-    try:
+            patch.setattr(kind, name, call)
         strategy = HybridAllReduceStrategy(extensions=[lambda fit: FitExtension()], comm=Comm(tune="off"), **options)
         toy.trainer(strategy=strategy, precision=precision, max_epochs=1).fit(toy.Toy(), toy.loader(16))
-    finally:
-        for kind, name, before in old:
-            setattr(kind, name, before)
     return said
 
 
@@ -253,13 +228,17 @@ FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices", "pla
 
 
 def modules_after(options):
-    for name in list(sys.modules):
-        if name.startswith("lightning_hybrid.strategy.") and name.split(".")[2] in FEATURES:
-            del sys.modules[name]  # of tests that ran in this process before
-    strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), **options)
-    toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(toy.Toy(), toy.loader())
-    found = {name.split(".")[2] for name in sys.modules if name.startswith("lightning_hybrid.strategy.")}
-    return strategy._extensions is None, sorted(found & set(FEATURES))
+    with pytest.MonkeyPatch.context() as patch:  # tests that come after find the modules that they know
+        names = [f"lightning_hybrid.strategy.{one}" for one in FEATURES]
+        known = [name for name in sys.modules if name.startswith(tuple(names))]
+        for name in known:
+            patch.setattr(name, sys.modules[name])
+        for name in known:
+            patch.delitem(sys.modules, name)
+        strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), **options)
+        toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(toy.Toy(), toy.loader())
+        found = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
+        return strategy._extensions is None, found
 
 
 def test_a_fit_without_an_option_imports_none_of_its_modules(two_ranks):

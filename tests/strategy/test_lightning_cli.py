@@ -88,7 +88,7 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
 def test_on_in_yaml_is_a_boolean_and_is_taken(tmp_path):
     text = f"trainer: {{strategy: {{class_path: {CLASS.partition('=')[2]}, init_args: {{comm: {{tune: on}}}}}}}}"
     (tmp_path / "config.yaml").write_text(text)
-    assert parsed("--config", str(tmp_path / "config.yaml")).trainer.strategy._tune == "on"
+    assert parsed("--config", str(tmp_path / "config.yaml")).trainer.strategy._comm.tune == "on"
 
 
 def test_keywords_of_the_last_release_are_still_in_the_signature():

@@ -102,6 +102,7 @@ def distance(one, other):
     return max(((one[name] - other[name]).norm() / one[name].norm()).item() for name in one)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
     """To the bit: with two ranks both add two gradients. The fused sums of squares of a shard round otherwise.
@@ -114,7 +115,7 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
         assert distance(expected, found) <= BOUND[optimizer]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("data_size", [1, 2], ids="data={}".format)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
@@ -158,7 +159,7 @@ def saved(ranks, writer, optimizer, path, **scene):
     return trained(ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene)[0][0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("optimizer", ["lars", "lamb fused"])
 @pytest.mark.parametrize("reader", ["hybrid", "recipe", "ddp"])
 @pytest.mark.parametrize("writer", ["fsdp", "hybrid", "recipe"])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
-from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import NodeWire
-from lightning_hybrid.strategy import arguments
 from tests import toy
 from tests.scenes import at, fit
 
@@ -27,13 +25,14 @@ def cluster(ranks_per_node):
 
 
 def plan_in_force(trainer, module):
-    return trainer.strategy._engine.plan, trainer.strategy.communication_plan
+    return trainer.strategy._comm.engine.plan, trainer.strategy.communication_plan
 
 
 NUMELS = [parameter.numel() for parameter in toy.Toy().parameters()]
 SCENE = {"precision": "16-true", "max_epochs": 1, "callbacks": [at(on_train_start=plan_in_force)]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "expected", "is_flat"),
     [
@@ -57,24 +56,6 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
         assert ("flat" in said) == is_flat
 
 
-@pytest.mark.parametrize(("comm_dtype", "itemsize"), [(None, 2), (torch.float32, 4)])
-def test_the_planner_is_asked_about_the_gradients_and_nodes_of_the_job(monkeypatch, comm_dtype, itemsize):
-    """As they get ready, without what is frozen; by the dtype of the largest, or that on the wire."""
-    asked = []
-    monkeypatch.setattr(
-        "lightning_hybrid.planning.cluster.choose_plan",
-        lambda *args, **settings: asked.append((args, settings)) or CommPlan(),
-    )
-    module = nn.Sequential(nn.Linear(3, 5).half(), nn.LayerNorm(5), nn.Linear(5, 2).half())
-    module[2].bias.requires_grad_(False)
-    topology = Topology.from_ranks_per_node(rank=0, world_size=6, ranks_per_node=2)
-    arguments.ask_planner(cluster(2), module, topology, comm_dtype=comm_dtype, on_cuda=False)
-    (((numels, described), settings),) = asked
-    assert list(numels) == [10, 5, 5, 5, 15]
-    assert described == cluster(2).of(3)
-    assert settings == {"itemsize": itemsize, "on_cuda": False, "wire": None}
-
-
 class MostChunks:
     """A planner of a user's own."""
 
@@ -96,4 +77,4 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
 
 @pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
 def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._tune == tune
+    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._comm.tune == tune

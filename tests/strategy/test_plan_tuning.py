@@ -4,106 +4,82 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.strategy import plan_tuning as trainer_tuning
+from lightning_hybrid.strategy import plan_tuning
 from lightning_hybrid.strategy.plan_tuning import LEAST_STEPS, MOST_SHARE, why_not
 from tests import toy
+from tests.scenes import at, fit, same
 
 ONE_NODE = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=4)
 TWO_NODES = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
 LONG = LEAST_STEPS / MOST_SHARE
 
 
-class Watches(pl.Callback):
-    """Notes under which plan each step was made, and what was said."""
-
-    def __init__(self):
-        self.plans, self.lines = [], []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx % 2:
-            self.plans.append(trainer.strategy._engine.plan)
-
-    def on_train_end(self, trainer, module):
-        tuning = trainer.strategy._comm._tuning
-        self.is_tuned = tuning is not None and tuning._tuning is not None
-        self.line = trainer.strategy.communication_plan
+def plan_in_force(trainer, module, *args):
+    return trainer.strategy._comm.engine.plan
 
 
-def fit(strategy, **options):
-    """Losses, weights, and what was noted; 60 steps of two batches each, with validation in the midst of steps.
+def state_of_tuning(trainer, module):
+    tuning = trainer.strategy._comm._tuning
+    return tuning is not None and tuning._tuning is not None, trainer.strategy.communication_plan
+
+
+LOOKS = at(on_after_backward=plan_in_force, on_train_end=state_of_tuning)
+SCENE = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 39, "limit_train_batches": 120}
+DATA = {"module": partial(toy.Toy, lr=0.05), "train": partial(toy.loader, 960, 4), "val": partial(toy.loader, 16)}
+
+
+def ticking_fit(scene):
+    """60 steps of two batches each, with validation in the midst of steps; and what was said.
 
     By the clock every step takes as long, so that every plan loses in four rounds.
     """
-    module, watches = toy.Toy(lr=0.05), Watches()
-    settings = {"precision": "32-true", "max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": [watches]}
-    settings |= {"val_check_interval": 39, "limit_train_batches": 120}
-    trainer = toy.trainer(strategy=strategy, **(settings | options))
-    ticking = partial(trainer_tuning.TuningSession, clock=itertools.count().__next__)
-    with (
-        mock.patch.object(trainer_tuning, "TuningSession", ticking),
-        mock.patch.object(trainer_tuning, "rank_zero_info", watches.lines.append),
-    ):
-        trainer.fit(module, toy.loader(960, batch_size=4), toy.loader(16))
-    return module.losses, toy.weights(module), watches, trainer
-
-
-def tuned_and_plain():
-    tuned = fit(HybridAllReduceStrategy(ranks_per_node=1, comm=Comm(tune="on")))[:3]
-    plain = fit("ddp", callbacks=[])[:2]
-    return (*tuned, *plain)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        clock = itertools.count().__next__
+        patch.setattr(plan_tuning, "TuningSession", partial(plan_tuning.TuningSession, clock=clock))
+        patch.setattr(plan_tuning, "rank_zero_info", said.append)
+        try:
+            return fit(None, ranks_per_node=1, callbacks=[LOOKS], **SCENE | DATA | scene), said
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks):
     """Two ranks do. Many plans were in force meanwhile, with accumulation and validation between."""
-    results = two_ranks.run(tuned_and_plain)
-    for losses, weights, watches, losses_plain, weights_plain in results:
-        assert losses == losses_plain
-        assert toy.same_bits(weights, weights_plain)
-        assert len({plan.algorithm for plan in watches.plans}) >= 3
-        assert watches.plans == results[0][2].plans
-        assert f"plan {watches.plans[-1].plan_hash[:4]}" in watches.line
-    (line,) = results[0][2].lines
+    tuned = two_ranks.run(ticking_fit, {"comm": Comm(tune="on")})
+    for (seen, _), plain in zip(tuned, fit(two_ranks, strategy="ddp", **SCENE | DATA), strict=True):
+        assert seen.losses == plain.losses
+        assert same(seen.weights, plain.weights)
+        plans, ((_, line),) = seen.looks["on_after_backward"], seen.looks["on_train_end"]
+        assert len({plan.algorithm for plan in plans}) >= 3
+        assert plans == tuned[0][0].looks["on_after_backward"]
+        assert f"plan {plans[-1].plan_hash[:4]}" in line
+    (_, (line,)), (_, nothing) = tuned
     assert line.startswith("comm: plan tuned in ")
-    assert results[1][2].lines == []
+    assert nothing == []
 
 
-def settings_of(tune, algorithm="auto", plan=None, deterministic=False):
-    """Whether a fit with these options is tuned, and what was said."""
-    strategy = HybridAllReduceStrategy(ranks_per_node=1, comm=Comm(tune=tune, algorithm=algorithm, plan=plan))
-    options = {"deterministic": True} if deterministic else {}
-    try:
-        _, _, watches, _ = fit(strategy, limit_train_batches=4, val_check_interval=4, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return watches.is_tuned, watches.lines
-
-
-def several_settings():
-    return {
-        "auto, but short": settings_of("auto"),
-        "on": settings_of("on"),
-        "YAML's on": settings_of(True),
-        "YAML's off": settings_of(False),
-        "deterministic": settings_of("on", deterministic=True),
-        "the user's plan": settings_of("auto", plan=CommPlan()),
-        "the user's plan, on": settings_of("on", plan=CommPlan()),
-    }
-
-
-def test_a_fit_is_tuned_only_as_asked(two_ranks):
-    found = two_ranks.run(several_settings)[0]
-    assert {name for name, (is_tuned, _) in found.items() if is_tuned} == {"on", "YAML's on", "the user's plan, on"}
-    (line,) = found["deterministic"][1]
-    assert line.startswith("comm: the plan is not tuned: deterministic algorithms are asked for")
-    assert [lines for name, (_, lines) in found.items() if name != "deterministic"] == [[]] * 6
+@pytest.mark.parametrize(
+    ("comm", "settings", "is_tuned", "words"),
+    [
+        (Comm(), {}, False, ""),  # too short
+        (Comm(tune=True), {}, True, ""),
+        (Comm(tune="on"), {"deterministic": True}, False, "deterministic algorithms are asked for"),
+        (Comm(plan=CommPlan()), {}, False, ""),
+        (Comm(plan=CommPlan(), tune="on"), {}, True, ""),
+    ],
+)
+def test_a_fit_is_tuned_only_as_asked(two_ranks, comm, settings, is_tuned, words):
+    scene = {"comm": comm, "limit_train_batches": 4, "val_check_interval": 4, **settings}
+    (seen, said), _ = two_ranks.run(ticking_fit, scene)
+    assert seen.looks["on_train_end"][0][0] == is_tuned
+    assert [line.startswith(f"comm: the plan is not tuned: {words}") for line in said] == [True] * bool(words)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,15 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from matplotlib.figure import Figure
 
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report import html_page
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.callbacks.run_report.environment import environment
-from lightning_hybrid.callbacks.run_report.figure import figure_of, html_of
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
 from lightning_hybrid.comm.stats.summary import CommSummary
@@ -31,10 +29,10 @@ from lightning_hybrid.run_status import run_status
 class RunReport(Callback):
     """A report of the run, written by rank zero when fitting ends, and again when testing does.
 
-        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, communication share against steps; buckets
+        <run_dir>/run.png        loss, accuracy, learning rate, loss scale, waits against steps; buckets
         <run_dir>/summary.json   every metric's last value and best, throughput, communication, and what the run was
         <run_dir>/curves.json    {metric: [[step, value], ...]}; `time/elapsed_s` is the time at each recorded step
-        <run_dir>/run.html       all of it on a page of its own, picture included
+        <run_dir>/run.html       all of it on a page of its own, what went well first
 
     Curves and sums travel in the checkpoint, so the report of a resumed run covers all of it. Curves are what other
     callbacks (`TrainingMetrics`, to be listed before it) and the module log, thinned beyond 2,000 points; communication
@@ -91,6 +89,14 @@ class RunReport(Callback):
     def elapsed_s(self) -> float:
         """Seconds since training began, validation included."""
         return self._before_s + (0.0 if self._began_s is None else perf_counter() - self._began_s)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse to begin what could not draw its report at the end."""
+        if find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                "`RunReport` needs matplotlib, which is not installed: the run would end without its report. "
+                "`pip install 'lightning-hybrid[report]'`, or leave the callback out."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, and take the counters of this fit."""
@@ -203,30 +209,40 @@ class RunReport(Callback):
             "config": dict(hparams) if self.config is None else self.config,
         }
 
-    def table(self, trainer: pl.Trainer) -> str:
-        """Return the result of a run in a few lines of text."""
-        folder = self._folder(trainer).resolve()
+    def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
+        """Return the result of a run: by name whether it went well, and words."""
         accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         ranks = f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")
-        skipped = status.num_skipped_steps if status.loss_scales else None
+        skipped, exposed_share = status.num_skipped_steps if status.loss_scales else None, self.exposed_share()
+        folder = self._folder(trainer).resolve()
         weights = "the last weights" if self._tested is None else _within(folder, self._tested)
         validation = self._validation(trainer, folder)
-        rows = {
-            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.2%} of {weights}",
-            **({"validation": validation} if validation else {}),
-            "throughput": "run too short to tell" if speed is None else f"{speed:,.0f} images/s on {ranks}",
-            "skipped steps": "none: no loss scale" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
-            "communication": comm_report.describe(
-                self.communication(),
-                exposed_s=self.exposed_s(),
-                exposed_share=self.exposed_share(),
-                link_bytes_per_s=status.link_bytes_per_s,
+        comm = comm_report.describe(
+            self.communication(),
+            exposed_s=self.exposed_s(),
+            exposed_share=exposed_share,
+            link_bytes_per_s=status.link_bytes_per_s,
+        )
+        found = {
+            "test accuracy": (True, "" if accuracy is None else f"{accuracy:.2%} of {weights}"),
+            "validation": (True, validation or ""),
+            "throughput": (True, "" if speed is None else f"{speed:,.0f} images/s on {ranks}"),
+            "skipped steps": (
+                20 * (skipped or 0) <= trainer.global_step,
+                "" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",
             ),
-            **({"target": "; ".join(event.describe() for event in events)} if events else {}),
-            "run directory": str(folder),
-            "picture": "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.png"),
+            "communication": (exposed_share is not None and exposed_share <= 0.1, comm),
+            "target": (all(event.reached for event in events), "; ".join(event.describe() for event in events)),
         }
+        return {name: (is_good, words) for name, (is_good, words) in found.items() if words}
+
+    def table(self, trainer: pl.Trainer) -> str:
+        """Return the result of a run in a few lines of text."""
+        folder = self._folder(trainer).resolve()
+        rows = {name: words for name, (_, words) in self.findings(trainer).items()}
+        rows["run directory"] = str(folder)
+        rows["report"] = "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.html")
         return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
 
     def _validation(self, trainer: pl.Trainer, folder: Path) -> str | None:
@@ -244,13 +260,15 @@ class RunReport(Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if _is_dry(trainer):
             return
+        from lightning_hybrid.callbacks.run_report import figure, run_page  # matplotlib is an extra
+
         folder, summary = self._folder(trainer), self.summary(trainer)
-        png = html_page.png_of(self.figure(trainer))
+        panels = run_page.panels_of(self.curves, self.communication())
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
             "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
-            "run.png": png,
-            "run.html": html_of(summary, png, self._lines(trainer)).encode(),
+            **({"run.png": figure.png_of(figure.figure_of(panels, columns=3))} if panels else {}),
+            "run.html": run_page.html_of(summary, panels, self.findings(trainer)).encode(),
         }
         for name, content in written.items():  # whole or not at all: others may read while a run is killed
             try:
@@ -259,15 +277,6 @@ class RunReport(Callback):
                     part.write_bytes(content)
             except OSError as error:  # a run that trained is not lost for its picture
                 rank_zero_warn(f"{folder / name} was not written ({error.strerror}): the run goes on without it.")
-
-    def figure(self, trainer: pl.Trainer) -> Figure:
-        """Draw six panels, and the table under them."""
-        return figure_of(self.curves, self.communication(), self._lines(trainer))
-
-    def _lines(self, trainer: pl.Trainer) -> list[str]:
-        rows = [row for row in self.table(trainer).splitlines() if not row.startswith(("run dir", "picture"))]
-        strategy = f"strategy       {type(trainer.strategy).__name__}"
-        return [*rows, f"precision      {trainer.precision}", strategy]
 
 
 def _within(folder: Path, path: Any) -> str:

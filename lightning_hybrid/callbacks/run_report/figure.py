@@ -1,88 +1,114 @@
-"""The picture and the page of a run, from its curves and its summary."""
+"""The look of every figure: as wide as a phone, names next to lines, one palette that light and dark pages share.
+
+A figure is drawn for the width at which it is shown, so its text is never scaled: wider pages put several side by side.
+Hues are those of Okabe & Ito 2008, which colour-blind readers tell apart, darkened until they can be read as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-from lightning_hybrid.callbacks import comm_report
-from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report import html_page
-from lightning_hybrid.comm.stats.summary import CommSummary
+WIDTH_PX, FONT_PX = 360, 13
+INK, MUTED, FAINT = "#1f2328", "#59636e", "#c8d1da"
+SERIES = ("#0060a8", "#b34700", "#00714f", "#8f3f78", "#7a5b00", "#4a4fb5")
+_IN_THE_DARK = ("#e6edf3", "#9198a1", "#4a535e", "#58a6ff", "#ff8f4a", "#3fc99b", "#e29ac4", "#e3b341", "#a5a8ff")
+_RULES = "".join(
+    f'svg [style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+    for light, dark in zip((INK, MUTED, FAINT, *SERIES), _IN_THE_DARK, strict=True)
+    for kind in ("fill", "stroke")
+)
+_STYLE = {
+    **{f"{name}.color": MUTED for name in ("xtick", "ytick")},
+    **{f"axes.spines.{side}": False for side in ("top", "right")},
+    **{f"axes.{name}": FONT_PX for name in ("titlesize", "labelsize")},
+    "axes.axisbelow": True, "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.prop_cycle": cycler(color=SERIES), "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "figure.dpi": 72, "font.family": "sans-serif", "font.size": FONT_PX, "grid.color": FAINT, "grid.linewidth": 0.5,
+    "lines.markersize": 4, "svg.fonttype": "none", "svg.hashsalt": "figure", "text.color": INK,
+    "xtick.labelsize": FONT_PX - 1, "ytick.labelsize": FONT_PX - 1,
+}  # fmt: skip
 
-Curves = Mapping[str, Sequence[tuple[int, float]]]
+Panel = tuple[Callable[[Axes], None], int]  # what draws it, and its height in pixels
 
 
-def figure_of(curves: Curves, comm: CommSummary | None, lines: Sequence[str]) -> Figure:
-    """Draw six panels, and lines of text under them."""
-    figure = Figure(figsize=(15, 9), layout="constrained")
-    panels, text = figure.subfigures(2, 1, height_ratios=(5, 1))  # type: ignore[misc]
-    loss, accuracy, rate, scale, share, buckets = panels.subplots(2, 3).flat
-    _draw(curves, loss, "loss", (m.TRAIN_LOSS, m.VAL_LOSS))
-    _draw(curves, accuracy, "accuracy", (m.VAL_ACC, m.VAL_ACC_TOP5, m.TEST_ACC))
-    _draw(curves, rate, "learning rate", (m.TRAIN_LR,))
-    _draw(curves, scale, "loss scale", (m.TRAIN_LOSS_SCALE,))
-    if m.TRAIN_LOSS_SCALE in curves:
-        scale.set_yscale("log", base=2)
-    _draw(curves, share, "exposed communication, share of step", (m.COMM_EXPOSED_SHARE,))
-    share.set_ylim(bottom=0)
-    comm_report.draw_buckets(buckets, comm)
-    text.text(0.03, 0.95, "\n".join(lines), family="monospace", va="top")
+def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
+    """Draw panels, row by row, and write the name of each labelled line at its end."""
+    heights = [max(height for _, height in panels[at : at + columns]) for at in range(0, len(panels), columns)] or [1]
+    size = (WIDTH_PX * columns / 72, sum(heights) / 72)
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=size, layout="constrained")
+        places = figure.subfigures(len(heights), columns, squeeze=False, height_ratios=heights)
+        for place, (draw, height) in zip(places.flat, panels, strict=False):
+            axes = place.subplots()
+            draw(axes)
+            title = textwrap.fill(axes.get_title("left"), 44)
+            axes.set_title("", loc="left")
+            place.suptitle(title, x=0.01, ha="left", fontsize=FONT_PX, weight="bold")
+            _name_lines(axes, height)
     return figure
 
 
-def _draw(curves: Curves, axes: Axes, title: str, names: tuple[str, ...]) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    drawn = [name for name in names if curves.get(name)]
-    for name in drawn:
-        steps, values = zip(*curves[name], strict=True)
-        axes.plot(steps, values, marker="o" if len(steps) < 40 else "", markersize=3, label=name)
-    if drawn:
-        axes.grid(alpha=0.3)
-        axes.legend()
-    else:
-        axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes)
+def _name_lines(axes: Axes, height: int) -> None:
+    axes.autoscale_view()
+    to_axes, least, gap = axes.transData + axes.transAxes.inverted(), 0.0, (FONT_PX + 2) / (0.6 * height)
+    points: Any = {line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")}
+    lines = [line for line, places in points.items() if len(places)]
+    ends = sorted((to_axes.transform(points[line][-1])[1], i) for i, line in enumerate(lines))
+    for place, (at, i) in enumerate(ends):
+        at = min(max(at, least), 1 - gap * (len(ends) - 1 - place))
+        least = at + gap
+        style: Any = {"color": lines[i].get_color(), "fontsize": FONT_PX - 1, "va": "center"}
+        axes.annotate(str(lines[i].get_label()), (1.02, at), xycoords="axes fraction", **style)
 
 
-def html_of(summary: Mapping[str, Any], png: bytes, lines: Sequence[str]) -> str:
-    """Return the page of a run. `summary` is what `summary.json` holds, `lines` the table as text."""
-    rows = [(name, value) for name, _, value in (line.partition("  ") for line in lines)]
-    sections = [html_page.table(["", ""], [(name, value.strip()) for name, value in rows])]
-    sections.append(html_page.png_picture(png, alt="loss, accuracy, learning rate, loss scale, communication"))
-    sections.append(html_page.section("Metrics", _metrics(summary)))
-    sections.append(html_page.section("Communication", _communication(summary)))
-    overrides = summary["overrides"]
-    words = "not given" if overrides is None else " ".join(overrides) or "none"
-    sections.append(html_page.section("Overrides of the configuration", html_page.paragraph(words)))
-    sections.append(html_page.section("Environment", html_page.table(["", ""], summary["environment"].items())))
-    config = html_page.flatten(summary["config"] or {})
-    shown = html_page.table(["key", "value"], config.items()) if config else html_page.paragraph("not given")
-    sections.append(html_page.section("Configuration", shown, is_open=False))
-    return html_page.page(f"Run {summary['run_dir']}", sections)
+def in_units(axes: Axes, *, x: str | None = None, y: str | None = None) -> None:
+    """Label ticks in a unit and thousands or thousandths of it; a pure number below a million stays as it is."""
+    for axis, unit in ((axes.xaxis, x), (axes.yaxis, y)):
+        if unit is not None:
+            axis.set_major_formatter(partial(_tick, unit))
+            axis.set_minor_formatter(NullFormatter())
+            if axis.get_scale() == "linear":
+                axis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
 
 
-def _metrics(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for name, value in summary["metrics"].items():
-        known = m.metric_of(name)
-        best = summary["best"].get(name)
-        unit, meaning = ("", "") if known is None else (known.unit, known.meaning)
-        rows.append((name, value, best, unit, meaning))
-    return html_page.table(["metric", "last", "best", "unit", "meaning"], rows)
+def _tick(unit: str, value: float, place: int) -> str:
+    is_plain = unit in ("", "%", "x") and abs(value) < 1e6
+    return f"{value:,g} {unit}".rstrip() if is_plain else EngFormatter(unit)(float(f"{value:.3g}")).rstrip()
 
 
-def _communication(summary: Mapping[str, Any]) -> str:
-    comm = summary["communication"]
-    if comm is None:
-        return html_page.paragraph("The strategy has no counters.")
-    plan = summary["communication_plan"]
-    parts = [] if plan is None else [html_page.paragraph(plan)]
-    totals = [(name, value) for name, value in comm.items() if name != "per_bucket"]
-    parts.append(html_page.table(["of all steps (bytes, seconds)", ""], totals))
-    if comm["per_bucket"]:
-        parts.append(html_page.table(list(comm["per_bucket"][0]), [bucket.values() for bucket in comm["per_bucket"]]))
-    return "\n".join(parts)
+def svg_of(figure: Figure) -> str:
+    """Return an SVG whose text is text, and whose colours follow the reader's choice of light or dark.
+
+    >>> text = svg_of(figure_of([(lambda axes: axes.set_title("loss fell"), 200)]))
+    >>> "prefers-color-scheme: dark" in text, ">loss fell</text>" in text, f'width="{WIDTH_PX}"' in text
+    (True, True, True)
+    """
+    with rc_context(_STYLE), io.StringIO() as buffer:  # type: ignore[arg-type]
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace("pt", "", 2)  # of width and height: a point is a pixel here
+    return text.replace(">", f"><style>@media (prefers-color-scheme: dark) {{{_RULES}}}</style>", 1)
+
+
+def png_of(figure: Figure) -> bytes:
+    """Return a PNG on white, two pixels for each of a page's."""
+    with rc_context(_STYLE), io.BytesIO() as buffer:  # type: ignore[arg-type]
+        figure.savefig(buffer, format="png", dpi=144, facecolor="white")
+        return buffer.getvalue()
+
+
+def write_svg(path: Path, panels: Sequence[Panel]) -> None:
+    """Write panels, one below the other, as one SVG."""
+    path.write_text(svg_of(figure_of(panels)))

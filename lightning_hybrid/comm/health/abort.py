@@ -68,20 +68,20 @@ def _on_devices() -> list[tuple[dist.ProcessGroup, str]]:
     return found
 
 
-def on_abort(group: dist.ProcessGroup | None, tell: Callable[[], None]) -> None:
+def on_abort(group: Any, tell: Callable[[], None]) -> None:
     """Have `tell` called, in a thread of its own, when torch aborts this group, where it can say so (`nccl2`).
 
     torch does so after a timeout or an error of NCCL. The device then goes on with sums that are none, and so does the
     host until its next collective.
     """
     with suppress(RuntimeError, AttributeError):  # no backend for GPUs, or one that cannot say it
-        backend: Any = group._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        backend = group._get_backend(torch.device("cuda"))
         if backend.supports_abort_hooks:
             # A thread, as the failure that follows aborts all groups, and this one waits for its hooks.
             backend.register_abort_hook(_HOOK_ID, lambda: threading.Thread(target=tell, daemon=True).start())
 
 
-def end_on_abort(group: dist.ProcessGroup | None) -> None:
+def end_on_abort(group: Any) -> None:
     """Take back what `on_abort` asked for."""
     with suppress(RuntimeError, AttributeError):
-        group._get_backend(torch.device("cuda")).unregister_abort_hook(_HOOK_ID)  # type: ignore[union-attr]
+        group._get_backend(torch.device("cuda")).unregister_abort_hook(_HOOK_ID)

@@ -108,9 +108,17 @@ class CommTrace:
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
-            self._count(num_bytes, is_last, traffic)
+            self._num_steps += is_last
+            self._num_buckets += 1
+            self._num_bytes += num_bytes
+            self._least_across += traffic.least_across
+            self._across += traffic.across
+            self._inside += traffic.inside
             if not is_in_update:
-                self._note_backward(now_s, is_last)
+                first_s = now_s if self._first_s is None else self._first_s
+                self._first_s = None if is_last else first_s
+                if is_last:
+                    self._event("backward, from its first bucket on", "backward", first_s, now_s, None)
             self._num_in_flight += 1
             if self._busy_since_s is None:
                 self._busy_since_s = now_s
@@ -150,13 +158,6 @@ class CommTrace:
         with self._lock:
             self._rounding_error += error
             self._rounded += rounded
-
-    def _note_backward(self, now_s: float, is_last: bool) -> None:
-        if self._first_s is None:
-            self._first_s = now_s
-        if is_last:
-            self._event("backward, from its first bucket on", "backward", self._first_s, now_s, None)
-            self._first_s = None
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
         """Count buckets that a device has averaged, each begun and ended when it was there.
@@ -282,14 +283,6 @@ class CommTrace:
             rounded=self._rounded,
             buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
         )
-
-    def _count(self, num_bytes: int, is_last: bool, traffic: Traffic) -> None:
-        self._num_steps += is_last
-        self._num_buckets += 1
-        self._num_bytes += num_bytes
-        self._least_across += traffic.least_across
-        self._across += traffic.across
-        self._inside += traffic.inside
 
     def _add_times(self, now_s: float) -> None:
         if self._busy_since_s is not None:

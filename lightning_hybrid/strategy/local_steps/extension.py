@@ -26,7 +26,7 @@ from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.local_steps.nodes_apart import IndependentNodes
+from lightning_hybrid.strategy.local_steps.independent_nodes import IndependentNodes
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
 from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.options import LocalSteps
@@ -239,8 +239,9 @@ class LocalStepsExtension(FitExtension):
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
         """Free the groups of the nodes."""
         nodes, self._nodes, self._loaded_momentum = self._nodes, None, None
-        if self._ignored in warnings.filters:
-            warnings.filters.remove(self._ignored)  # type: ignore[attr-defined]
+        filters: Any = warnings.filters
+        if self._ignored in filters:
+            filters.remove(self._ignored)
         if nodes is not None:
             nodes.node_engine.close()
             failure = nodes.node_engine.failure or fit.engine.failure

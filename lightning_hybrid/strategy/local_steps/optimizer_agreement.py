@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.optimizer_protocol import optimizers_within
+from lightning_hybrid.precision.optimizer_protocol import optimizers_within, parameters_of
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 
@@ -58,7 +58,7 @@ class _State:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         within = [one for optimizer in optimizers for one in optimizers_within(optimizer)]
-        self._params, self._states = [_params_of(one) for one in within], [one.state for one in within]
+        self._params, self._states = [list(parameters_of(one)) for one in within], [one.state for one in within]
         self._entries = sorted(_entries(self._params, self._states), key=_place)
 
     def compare(self, own: Any) -> tuple[bool, list[Any]]:
@@ -116,10 +116,6 @@ def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _smallest(values: Sequence[Any]) -> Any:
     return min(values) if all(isinstance(value, int | float) for value in values) else values[0]
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _entries(params: Sequence[list[Tensor]], states: Sequence[Any]) -> Iterator[_Entry]:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames `all_gather_into_tensor` and warns at every call by the old name; 2.11 and 2.12 know only that one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lightning_hybrid.comm.engine.node_exchange import all_gather
 
 # The target that counts as no loss, as in `torch.nn.functional.cross_entropy`.
 IGNORED = -100
@@ -148,7 +147,7 @@ def gathered_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the rows of all ranks, in rank order."""
     size = dist.get_world_size(group)
     whole = own.new_empty(size * own.shape[0], *own.shape[1:])
-    _all_gather(whole, own, group=group)
+    all_gather(whole, own, group=group)
     return whole
 
 

@@ -19,8 +19,7 @@ from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
-from lightning_hybrid.precision.skipped_steps import parameters_of
+from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
 
 # How long the ranks of a node may come to a user's `state_dict()` one after another. Our choice: what they do between

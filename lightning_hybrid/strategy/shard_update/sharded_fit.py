@@ -18,10 +18,10 @@ from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     grads_are_observed,
+    parameters_of,
     supports_fused_master_step,
     temporary_attributes,
 )
-from lightning_hybrid.precision.skipped_steps import parameters_of
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
@@ -164,10 +164,11 @@ class ShardedFit:
         for pair in pairs:
             pair.absorb_outside_writes_()
         if everywhere:
-            for pair in pairs:
-                pair.collected = torch.empty_like(pair.low, dtype=torch.float32)
-                pair.part_of(pair.collected).copy_(pair.master.detach())
-            self.exchange.gather_(pairs, [pair.collected for pair in pairs])  # type: ignore[misc]
+            values = [torch.empty_like(pair.low, dtype=torch.float32) for pair in pairs]
+            for pair, value in zip(pairs, values, strict=True):
+                pair.part_of(value).copy_(pair.master.detach())
+                pair.collected = value
+            self.exchange.gather_(pairs, values)
             return
         wholes = self.exchange.collect(pairs, [pair.master.detach() for pair in pairs])
         for index, pair in enumerate(pairs):

@@ -1,12 +1,14 @@
-"""How fits end, and what they leave in the process; what user code copies and mocks meanwhile."""
+"""How fits end, and what they leave in the process and of the module; what user code mocks meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import io
 import logging
 import os
+import pickle
 import random
 import signal
 import sys
@@ -20,6 +22,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from tests.battery.as_ddp.fits import left_of
 from tests.battery.as_ddp.trainers import state_of
 from tests.battery.case import Plain, Run, behaviour, loader, plain_with
 
@@ -40,21 +43,6 @@ def stopped_by_should_stop(run: Run) -> Any:
         return loss
 
     return state_of(run.fit(plain_with(training_step=step_and(stop)), max_epochs=5)[0])
-
-
-@behaviour(on_one_rank=True)
-def skipped_by_none(run: Run) -> Any:
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else Plain.training_step(self, batch, batch_idx)
-
-    trainer, module = run.fit(plain_with(training_step=step))
-    return state_of(trainer), module.state_dict()
-
-
-@behaviour
-def stopped_by_minus_one(run: Run) -> Any:
-    trainer, module = run.fit(plain_with(on_train_batch_start=lambda self, batch, i: -1 if i == 2 else None))
-    return state_of(trainer), module.state_dict()
 
 
 def error_in(hook: str, run: Run) -> Any:
@@ -100,20 +88,6 @@ def overflow(run: Run) -> Any:
     return [bool(torch.isfinite(each).all()) for each in module.parameters()]
 
 
-@behaviour(on_one_rank=True)
-def interrupted(run: Run) -> Any:
-    def interrupt(self: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            raise KeyboardInterrupt
-
-    trainer, seen = run.trainer(), []
-    try:
-        trainer.fit(plain_with(on_train_batch_start=interrupt), loader())
-    except BaseException as error:
-        seen.append((type(error), getattr(error, "code", None)))
-    return seen, state_of(trainer), str(trainer.state), trainer.interrupted
-
-
 @behaviour
 def signals_after_a_fit(run: Run) -> Any:
     before = signal.getsignal(signal.SIGTERM)
@@ -140,29 +114,6 @@ def state_of_the_process(run: Run) -> Any:
 
 
 @behaviour
-def copied_within_a_fit(run: Run) -> Any:
-    """Of callbacks, of the module and of the trainer, by a callback of the user's."""
-    seen: list[Any] = []
-
-    def copies(trainer: pl.Trainer, *_: Any) -> None:
-        callbacks, module = copy.deepcopy(trainer.callbacks), copy.deepcopy(trainer.lightning_module)
-        other = copy.deepcopy(trainer)
-        seen.append(([type(each) for each in callbacks], module.state_dict(), other.global_step))
-        seen.append([type(other), type(other.strategy), len(other.callbacks)])
-
-    class Copies(pl.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            copies(trainer)
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            copies(trainer)
-
-    trainer, module = run.fit(None, loader(2), callbacks=[Copies()], enable_progress_bar=True, max_epochs=1)
-    copy.deepcopy(trainer)
-    return seen, module.state_dict()
-
-
-@behaviour
 def clocks_that_are_mocked(run: Run) -> Any:
     """How often a fit asks each clock of `time` that users replace in tests."""
     counts: dict[str, int] = {}
@@ -182,25 +133,33 @@ def clocks_that_are_mocked(run: Run) -> Any:
     return counts
 
 
-def error_of(call: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        return type(error), str(error)
+@behaviour
+def step_of_the_user(run: Run) -> Any:
+    returned: list[Any] = []
+
+    class Steps(Plain):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (self.trainer.global_step + 1)
+            returned.append(optimizer.step(closure=closure))
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def backward(self, loss: Any, *given: Any, **more: Any) -> None:
+            returned.append((loss.dtype, loss.dim()))
+            loss.backward(*given, **more)
+
+    _, module = run.fit(Steps())
+    return returned if run.precision == "32-true" else len(returned), left_of(module)
 
 
-@behaviour(on_one_rank=True)
-def bad_settings(run: Run) -> Any:
-    """Errors of what cannot work, by type."""
-    file, fitted = run.folder / "a.ckpt", lambda: run.fit(None, loader(1), max_epochs=1)[0]
-    return {
-        "loader": error_of(run.trainer().fit, Plain()),
-        "module": error_of(run.trainer().fit, torch.nn.Linear(1, 1)),
-        "checkpoint": error_of(run.trainer().fit, Plain(), loader(), ckpt_path=run.folder / "none.ckpt"),
-        "best": error_of(run.trainer().validate, Plain(), loader(), ckpt_path="best"),
-        "no training_step": error_of(run.trainer().fit, pl.LightningModule(), loader()),
-        "save before fit": error_of(run.trainer().save_checkpoint, file),
-        "precision": error_of(run.trainer, precision="8"),
-        "negative": error_of(run.trainer, limit_train_batches=-1),
-        "storage_options": error_of(fitted().save_checkpoint, file, storage_options={"a": 1}),
-    }
+@behaviour
+def pickled_after_a_fit(run: Run) -> Any:
+    trainer, module = run.fit(None, loader(), loader())
+    module.trainer = trainer
+    with io.BytesIO() as file:
+        torch.save(module, file)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    copied, again = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    return [left_of(each) for each in (loaded, copied, again)], type(pickle.loads(pickle.dumps(trainer)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -119,41 +118,27 @@ def every_phase_in_turn(run: Run) -> Any:
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "fast_dev_run": {"fast_dev_run": True},
-    "fast_dev_run_2": {"fast_dev_run": 2, "logger": True, "enable_checkpointing": True},
     "overfit_batches": {"overfit_batches": 2},
-    "overfit_batches_half": {"overfit_batches": 0.5},
     "limit_batches": {"limit_train_batches": 3, "limit_val_batches": 0.5},
     "no_validation": {"limit_val_batches": 0},
-    "no_training": {"limit_train_batches": 0},
     "sanity_checking": {"num_sanity_val_steps": 2},
-    "all_sanity_checking": {"num_sanity_val_steps": -1},
     "val_check_interval": {"val_check_interval": 2},
-    "val_check_interval_half": {"val_check_interval": 0.5},
     "val_check_interval_over_epochs": {"val_check_interval": 3, "check_val_every_n_epoch": None},
     "check_val_every_n_epoch": {"check_val_every_n_epoch": 2, "max_epochs": 3},
     "max_steps": {"max_steps": 3, "max_epochs": -1},
     "max_steps_0": {"max_steps": 0},
-    "max_epochs_0": {"max_epochs": 0},
-    "min_epochs": {"min_epochs": 2, "max_epochs": 3},
-    "min_steps": {"min_steps": 5, "max_epochs": 3},
-    "max_time": {"max_time": timedelta(hours=1)},
-    "max_time_over": {"max_time": timedelta(seconds=0)},
     "accumulate_grad_batches": {"accumulate_grad_batches": 3},
     "gradient_clip_val": {"gradient_clip_val": 0.01},
     "gradient_clip_by_value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "reload_dataloaders": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
     "no_distributed_sampler": {"use_distributed_sampler": False},
     "deterministic": {"deterministic": True},
-    "deterministic_warn": {"deterministic": "warn"},
-    "benchmark": {"benchmark": True},
     "detect_anomaly": {"detect_anomaly": True},
     "no_inference_mode": {"inference_mode": False},
     "profiler_simple": {"profiler": "simple"},
-    "profiler_advanced": {"profiler": "advanced"},
     "checkpointing": {"enable_checkpointing": True},
     "logger": {"logger": True, "enable_checkpointing": True},
     "sync_batchnorm": {"sync_batchnorm": True},
-    "log_rarely": {"log_every_n_steps": 3},
     "summary_and_bar": {"enable_progress_bar": True, "enable_model_summary": True},
 }
 

@@ -39,36 +39,6 @@ def within_a_fit(look: Any) -> Any:
 
 
 @within_a_fit
-def reduce(trainer: pl.Trainer, module: Plain) -> Any:
-    reduce, rank = trainer.strategy.reduce, trainer.global_rank
-    return [
-        reduce(torch.tensor([1.5, 2.0]) + rank),
-        reduce(torch.tensor([1.5]) + rank, reduce_op="sum"),
-        reduce(torch.tensor([1]) + rank, reduce_op="sum"),
-        reduce(torch.tensor([1.0]) + rank, reduce_op="mean"),
-        reduce(torch.tensor(0.5) * rank, reduce_op="max"),
-        reduce(rank),
-        trainer.strategy.reduce_boolean_decision(rank == 0),
-        trainer.strategy.reduce_boolean_decision(rank == 0, all=False),
-    ]
-
-
-@within_a_fit
-def all_gather(trainer: pl.Trainer, module: Plain) -> Any:
-    rank, weight = trainer.global_rank, torch.ones(2, requires_grad=True)
-    with torch.enable_grad():
-        gathered = trainer.strategy.all_gather(weight * (rank + 1), sync_grads=True)
-        if gathered.requires_grad:
-            gathered.sum().backward()
-    return [
-        trainer.strategy.all_gather(torch.tensor([rank])),
-        gathered.detach(),
-        weight.grad,
-        module.all_gather({"a": torch.tensor(float(rank)), "b": [torch.ones(2) * rank]}),
-    ]
-
-
-@within_a_fit
 def broadcast_and_barrier(trainer: pl.Trainer, module: Plain) -> Any:
     rank, strategy = trainer.global_rank, trainer.strategy
     strategy.barrier()
@@ -101,37 +71,9 @@ def loading_within_a_fit(trainer: pl.Trainer, module: Plain) -> Any:
 
 
 @within_a_fit
-def contexts(trainer: pl.Trainer, module: Plain) -> Any:
-    strategy = trainer.strategy
-    with strategy.tensor_init_context():
-        made = torch.zeros(2)
-    with strategy.model_sharded_context():
-        other = torch.zeros(2)
-    moved = strategy.batch_to_device({"a": torch.ones(1), "b": "text"})
-    return made, other, moved, type(strategy.launcher), type(strategy.accelerator), type(strategy.cluster_environment)
-
-
-@within_a_fit
 def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
     names = [name for name, _ in inspect.getmembers(DDPStrategy, lambda one: isinstance(one, property))]
     return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
-
-
-@within_a_fit
-def properties_of_the_module(trainer: pl.Trainer, module: Plain) -> Any:
-    return [
-        *[(name, tuple(value.shape), value.requires_grad) for name, value in module.named_parameters()],
-        module.device,
-        module.on_gpu,
-        module.global_rank,
-        module.local_rank,
-        module.fabric,
-        module.automatic_optimization,
-        type(module.optimizers()),
-        module.lr_schedulers(),
-        module.example_input_array,
-        module.strict_loading,
-    ]
 
 
 @behaviour
@@ -202,55 +144,6 @@ def ddp_keywords(run: Run) -> Any:
 def names_in_the_registry(run: Run) -> Any:
     names = [name for name in StrategyRegistry.available_strategies() if name.startswith(run.strategy)]
     return sorted(name.removeprefix(run.strategy) for name in names)
-
-
-@behaviour
-def backward_is_not_synced(run: Run) -> Any:
-    """`no_sync` of a loop by hand: gradients before and after the last batch."""
-
-    class ByHand(Plain):
-        automatic_optimization = False
-        seen: list[Any] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
-            with self.trainer.strategy.block_backward_sync():
-                self.manual_backward(self.loss(batch, "loss"))
-            self.seen.append(self.head.bias.grad.clone())
-            self.manual_backward(self.loss(batch, "again"))
-            self.seen.append(self.head.bias.grad.clone())
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-            optimizer.zero_grad()
-
-    _, module = run.fit(ByHand(), loader(2), max_epochs=1)
-    return module.seen, module.state_dict()
-
-
-@behaviour
-def toggled_optimizers(run: Run) -> Any:
-    class Two(Plain):
-        automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            first = torch.optim.SGD(self.body.parameters(), lr=0.1)
-            second = torch.optim.Adam(self.head.parameters(), lr=0.01)
-            return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            for optimizer in self.optimizers():
-                self.toggle_optimizer(optimizer)
-                self.manual_backward(self.loss(batch, "loss"))
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-
-        def on_train_epoch_end(self) -> None:
-            self.lr_schedulers().step()
-
-    trainer, module = run.fit(Two(), loader(2), strategy=f"{run.strategy}_find_unused_parameters_true")
-    rates = [each.scheduler.get_last_lr() for each in trainer.lr_scheduler_configs]
-    return module.state_dict(), trainer.global_step, rates
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

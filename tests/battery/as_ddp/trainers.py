@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import io
 import logging
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.utils._pytree import tree_map
 
-from tests.battery.case import Plain, Run, behaviour, loader, plain_with
+from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -90,19 +87,6 @@ def state_during_a_fit(run: Run) -> Any:
 
 
 @behaviour
-def printed(run: Run) -> Any:
-    def say(self: Any) -> None:
-        self.print("module", self.global_rank)
-        self.trainer.print("trainer")
-
-    said, trainer = io.StringIO(), run.trainer()
-    with contextlib.redirect_stdout(said):
-        trainer.print("once", 1, sep="-")
-        trainer.fit(plain_with(on_train_start=say), loader(1))
-    return said.getvalue()
-
-
-@behaviour
 def messages_of_a_fit(run: Run) -> Any:
     """What Lightning's loggers write: levels and texts."""
     lines: list[Any] = []
@@ -135,29 +119,6 @@ def init_module(run: Run) -> Any:
             module = Plain()
         seen.append([(each.dtype, each.device.type, each.requires_grad) for each in module.parameters()])
     return seen
-
-
-@behaviour
-def configure_model(run: Run) -> Any:
-    seen: list[Any] = []
-
-    def note(self: Any) -> None:
-        seen.append([torch.zeros(1).dtype, torch.get_default_dtype(), self.head.weight.dtype])
-
-    run.fit(plain_with(configure_model=note), loader(1), max_epochs=1)
-    return seen
-
-
-@behaviour
-def default_dtype_in_steps(run: Run) -> Any:
-    seen: list[Any] = []
-
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        seen[:] = torch.get_default_dtype(), torch.zeros(1).dtype, torch.is_grad_enabled()
-        return Plain.training_step(self, batch, batch_idx)
-
-    run.fit(plain_with(training_step=step), loader(1), max_epochs=1)
-    return seen, torch.get_default_dtype()
 
 
 @behaviour
@@ -222,41 +183,6 @@ for _what in ("lr", "power", "binsearch"):
 
 
 @behaviour
-def logged_by_a_logger(run: Run) -> Any:
-    calls: list[Any] = []
-
-    class Notes(CSVLogger):
-        def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            calls.append(("metrics", metrics, step))
-
-        def log_hyperparams(self, params: Any = None, *_: Any) -> None:
-            calls.append(("hyperparams", params))
-
-        def log_graph(self, *_: Any) -> None:
-            calls.append(("graph",))
-
-        def after_save_checkpoint(self, callback: Any) -> None:
-            calls.append(("checkpoint", callback.best_model_path))
-
-        def save(self) -> None:
-            calls.append(("save",))
-
-        def finalize(self, status: str) -> None:
-            calls.append(("finalize", status))
-
-    logger = Notes(run.folder, name="logs", version=0)
-    trainer, _ = run.fit(None, loader(), loader(), logger=logger, enable_checkpointing=True)
-    trainer.test(Plain(), loader(), verbose=False)
-    return calls
-
-
-@behaviour
-def profiled_actions(run: Run) -> Any:
-    trainer, _ = run.fit(None, loader(2), loader(2), profiler="simple", enable_checkpointing=True)
-    return {name: len(times) for name, times in trainer.profiler.recorded_durations.items()}
-
-
-@behaviour
 def resumed(run: Run) -> Any:
     _, _, path = run.saved()
     seen = []
@@ -264,42 +190,3 @@ def resumed(run: Run) -> Any:
         trainer, module = run.fit(None, loader(), loader(), start={"ckpt_path": path}, max_epochs=epochs)
         seen.append((state_of(trainer), module.state_dict(), trainer.validate(module, loader(), verbose=False)))
     return seen
-
-
-@behaviour
-def trained_twice(run: Run) -> Any:
-    trainer, module = run.fit(max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader())
-    other, _ = run.fit(module, max_epochs=1)
-    return state_of(trainer), state_of(other), module.state_dict()
-
-
-@behaviour
-def metrics_of_every_kind(run: Run) -> Any:
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        largest = {"reduce_fx": "max", "on_epoch": True, "sync_dist": True}
-        self.log("int", batch_idx)
-        self.log("float", 0.5, on_step=True, on_epoch=True)
-        self.log("tensor", torch.tensor(batch_idx + self.global_rank), **largest)
-        self.log("double", torch.tensor(0.1, dtype=torch.float64))
-        self.log_dict({"a": torch.tensor(1), "b": torch.tensor(True)}, rank_zero_only=True)
-        self.log("sum", 1.0, reduce_fx="sum", on_epoch=True, on_step=False)
-        return {"loss": Plain.training_step(self, batch, batch_idx), "extra": batch_idx}
-
-    trainer, _ = run.fit(plain_with(training_step=step), loader(), loader())
-    return trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
-
-
-@behaviour
-def evaluation_with_several_loaders(run: Run) -> Any:
-    class Several(Plain):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return super().validation_step(batch, batch_idx)
-
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return super().predict_step(batch, batch_idx), dataloader_idx
-
-    trainer, module = run.trainer(), Several()
-    returned = trainer.validate(module, [loader(2), loader(1)], verbose=False)
-    return returned, trainer.predict(module, [loader(2), loader(1)]), trainer.callback_metrics

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import tempfile
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import callbacks
 from torch import nn, optim
 
-from tests import toy
-from tests.battery.case import HALF, Row, row, samples
+from tests.battery.case import HALF, Row, row
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 ONES = torch.ones(2, NUM_FEATURES)
@@ -58,11 +55,6 @@ def copy_module(trainer, module):
     module.facts["says"] = module.copies[0](ONES).dtype
 
 
-def keep_best(trainer, module, *_):
-    if module.losses[-1] == min(module.losses):
-        module.best = {n: v.detach().clone() for n, v in module.net.state_dict().items()}
-
-
 def keep_first(trainer, module):
     module.first = copy.deepcopy(module.state_dict())
 
@@ -84,28 +76,9 @@ def freeze_late(trainer, module):
         module.net[0].requires_grad_(False)
 
 
-def clamp(trainer, module, *_):
-    for p in module.parameters():
-        p.data.clamp_(-0.25, 0.25)
-
-
-def look_before_step(trainer, module, optimizer):
-    """In the hook that is made for it: fp32 and unscaled."""
-    total = torch.stack([p.grad.norm() for p in module.parameters()]).norm().item()
-    module.facts["unscaled"] = 0 < total < 20
-    module.facts["dtypes"] = {p.grad.dtype for p in module.parameters()}
-
-
 def look_after_backward(trainer, module):
     """Where gradients are scaled, as under mixed precision, but there."""
     module.facts["there"] = all(p.grad is not None and p.grad.shape == p.shape for p in module.parameters())
-
-
-def ask(trainer, module, *_):
-    module.eval()
-    with torch.no_grad():
-        module.facts["says"] = module(ONES).dtype
-    module.train()
 
 
 def write_as_vector(trainer, module):
@@ -122,19 +95,8 @@ def pruning(self):
 ROWS = {
     # what is read back from a file in a callback, a part in the module's own hook, a copy after each step
     "SavesStateDict": called(_Saves, on_train_epoch_end=through_a_file),
-    "SavesPart": row(
-        _Saves,
-        on_train_epoch_end=lambda self: self.keep({f"net.{n}": v.clone() for n, v in self.net.state_dict().items()}),
-    ),
-    "SavesInStep": called(
-        _Saves,
-        on_train_batch_end=lambda t, module, *_: module.keep(copy.deepcopy(module.net.state_dict(prefix="net."))),
-    ),
     # `copy.deepcopy` in a callback, and a call of the copy: best weights, a model to serve, a momentum model
     "CopiesModule": called(_Saves, on_train_epoch_end=copy_module),
-    "RestoresBest": called(
-        on_train_batch_end=keep_best, on_train_end=lambda trainer, module: module.net.load_state_dict(module.best)
-    ),
     "LoadsInFit": called(on_fit_start=keep_first, on_train_epoch_end=reset_once, attributes={"falls_to": 0.8}),
     "Reinitialises": called(on_train_epoch_start=reinitialise),
     "Ema": shipped(lambda: callbacks.EMAWeightAveraging(decay=0.8)),
@@ -153,11 +115,7 @@ ROWS = {
     "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8, different=dict.fromkeys(HALF, "rank")),
     "FreezesLater": called(on_train_epoch_start=freeze_late, attributes={"find_unused": True}),
     "AccumulationChanges": shipped(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 3: 4}), epochs=4),
-    "WatchesRate": shipped(lambda: [callbacks.TQDMProgressBar(refresh_rate=0), callbacks.Timer()]),
-    "ClampsAll": called(on_train_batch_end=clamp, attributes={"falls_to": 0.95}),  # WGAN, for all weights
-    "LooksAtGradients": called(on_before_optimizer_step=look_before_step),
     "LooksAfterBackward": called(on_after_backward=look_after_backward),
-    "PredictsInFit": called(on_train_batch_end=ask),
     "WritesAsVector": called(on_train_epoch_end=write_as_vector),
 }
 
@@ -179,61 +137,3 @@ class Freezes(Row):
 
     def configure_callbacks(self):
         return callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2)
-
-
-class StopsEarly(Row):
-    epochs = 6
-
-    def configure_callbacks(self):
-        return callbacks.EarlyStopping("loss", patience=1, stopping_threshold=0.25, mode="min")
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-
-class Predicts(Row):
-    """After the fit: `predict`, whose outputs have autocast's dtype as under mixed precision, and the module itself."""
-
-    settings = {"inference_mode": True}
-
-    def predict_step(self, batch, batch_idx):
-        return self(batch[0])
-
-    def after_fit(self):
-        self.facts["module says"] = self(ONES).dtype
-        said = self.trainer.predict(self, toy.loader(16, batch_size=4))[0].float()
-        first = torch.arange(4) * self.trainer.world_size + self.global_rank
-        apart = (said - self(samples().images[first])).abs().max().item()
-        self.facts["predict says what the module says"] = apart < 0.1  # logits of up to 6: bf16 rounds at 2**-8
-        self.facts["module says afterwards"] = self(ONES).dtype
-
-
-class Distils(Row):
-    """A teacher outside of the module, held by a callback, and fp32 for good."""
-
-    def on_fit_start(self):
-        torch.manual_seed(3)
-        self.__dict__["teacher"] = nn.Linear(NUM_FEATURES, NUM_CLASSES).requires_grad_(False)
-
-    def loss(self, batch):
-        with torch.no_grad():
-            target = self.teacher(batch[0]).float().softmax(-1)
-        return super().loss(batch) + 0.1 * F.kl_div(self(batch[0]).log_softmax(-1), target, reduction="batchmean")
-
-
-class Checkpoints(Row):
-    """Lightning's checkpoint of the last step loads into a fresh module: fp32, and the weights of the module."""
-
-    settings = {"enable_checkpointing": True}
-
-    def configure_callbacks(self):
-        directory = tempfile.mkdtemp() if self.trainer.is_global_zero else ""
-        return callbacks.ModelCheckpoint(self.trainer.strategy.broadcast(directory), save_last=True)
-
-    def after_fit(self):
-        path = self.trainer.strategy.broadcast(self.trainer.checkpoint_callback.last_model_path)
-        state = torch.load(path, weights_only=True)["state_dict"]
-        self.facts["saved"] = digits(state)
-        self.facts["is the module"] = all(torch.equal(state[n], v) for n, v in self.state_dict().items())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery.case import HALF_SHOWS, MIXED, Row, row
+from tests.battery.case import HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import tokens_of, values
 from tests.toy import NUM_CLASSES, NUM_FEATURES
-
-NO_LSTM = {"mixed_fails": {"16-mixed": "could not create a primitive descriptor"}}  # on a CPU
 
 
 def head(size):
@@ -48,31 +45,14 @@ def by_lstm_cell(self, x):
     return self.head(h)
 
 
-def by_gru_cell(self, x):
-    h = torch.zeros(len(x), 16, device=x.device)
-    for step in steps_of(x).unbind(1):
-        h = self.layer(step, h)
-    return self.head(h)
-
-
 def encoder():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def decoded(self, x):
-    memory = self.embed(steps_of(x))
-    mask = nn.Transformer.generate_square_subsequent_mask(3)
-    return self.head(self.mix(memory, memory, tgt_mask=mask, tgt_is_causal=True).mean(1))
-
-
 def attended(self, x):
     x = steps_of(x)
     return self.head((x + self.mix(x, x, x, need_weights=True)[0]).flatten(1))
-
-
-def checkpointed_lstm(self, x):
-    return self.head(checkpoint(lambda t: self.layer(t)[0], steps_of(x), use_reentrant=False)[:, -1])
 
 
 def embedded(make, **more):
@@ -115,15 +95,10 @@ NORMS = sequence(
 )  # fmt: skip
 EMBED = {"embed": lambda: nn.Linear(4, 8)}
 ROWS = {
-    "Lstm": recurrent(nn.LSTM, **NO_LSTM),
+    "Lstm": recurrent(nn.LSTM),
     "Gru": recurrent(nn.GRU),
-    "Rnn": recurrent(nn.RNN),
-    "LstmWithFirstState": recurrent(
-        nn.LSTM, from_first_state, adds=values(first=lambda: torch.zeros(2, 1, 1, 16)), **NO_LSTM
-    ),
+    "LstmWithFirstState": recurrent(nn.LSTM, from_first_state, adds=values(first=lambda: torch.zeros(2, 1, 1, 16))),
     "LstmCell": recurrent(nn.LSTMCell, by_lstm_cell),
-    "GruCell": recurrent(nn.GRUCell, by_gru_cell),
-    "CheckpointedLstm": recurrent(nn.LSTM, checkpointed_lstm, **NO_LSTM),
     "Embedding": embedded(lambda: nn.Embedding(8, 8, padding_idx=0)),
     "NormedEmbedding": embedded(lambda: nn.Embedding(8, 8, max_norm=1.0)),
     "EmbeddingBag": row(
@@ -136,65 +111,27 @@ ROWS = {
         forward=lambda self, x: self.head(self.mix(self.embed(steps_of(x))).mean(1)),
         roundings=24,  # two layers with six products each
     ),
-    "Decoder": row(
-        parts=EMBED
-        | {"head": head(8), "mix": lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)},
-        forward=decoded,
-    ),
     "Attention": row(
         parts={"mix": lambda: nn.MultiheadAttention(4, 2, batch_first=True), "head": head(12)}, forward=attended
     ),
     "Convolutions": row(parts=CONVOLUTIONS),
     "NormsInARow": row(
         parts=NORMS,
-        ignored_warnings=("Mismatch dtype between input and weight",),  # of `RMSNorm`'s, under mixed precision
     ),
     "Bilinear": row(
         parts={"net": lambda: nn.Linear(NUM_FEATURES, 4), "mix": lambda: nn.Bilinear(4, NUM_FEATURES, NUM_CLASSES)},
         forward=lambda self, x: self.mix(self.net(x), x),
         refused={"bf16-true": HALF_SHOWS["bf16-true"]},
-        mixed_fails=dict.fromkeys(MIXED, "All tensors must have the same dtype"),  # on a CPU: autocast leaves it out
     ),
     "WeightNorm": changed(parametrizations.weight_norm),
     "OldWeightNorm": changed(nn.utils.weight_norm, ignored_warnings=("`torch.nn.utils.weight_norm` is deprecated",)),
     "Orthogonal": changed(parametrizations.orthogonal),
-    "OrthogonalByCayley": changed(lambda x: parametrizations.orthogonal(x, orthogonal_map="cayley"), is_square=True),
     "SpectralNorm": changed(parametrizations.spectral_norm),
-    "OldSpectralNorm": changed(nn.utils.spectral_norm, ignored_warnings=("`torch.nn.utils.spectral_norm` is",)),
     "OwnParametrization": changed(
         lambda x: nn.utils.parametrize.register_parametrization(x, "weight", Symmetric()), is_square=True
     ),
     "PrunedByHand": changed(lambda x: prune.l1_unstructured(x, "weight", amount=0.5)),
 }
-
-
-class Warp(Row):
-    """A spatial transformer: the grid is learned, the picture is as it came."""
-
-    roundings = 24  # a bilinear sample has a kink at each pixel
-    adds = values(theta=lambda: torch.tensor([[0.8, 0.1, 0.05], [0.1, 0.8, 0.05]]))
-
-    def forward(self, x):
-        grid = F.affine_grid(self.theta.expand(len(x), 2, 3).float(), [len(x), 1, 3, 4], align_corners=False)
-        return self.net(F.grid_sample(x.view(-1, 1, 3, 4), grid, align_corners=False).flatten(1))
-
-
-class Lora(Row):
-    """Low-rank changes of a frozen layer."""
-
-    lr = 0.2
-
-    def build(self):
-        super().build()
-        self.net[0].requires_grad_(False)
-        self.a, self.b = nn.Linear(NUM_FEATURES, 4, bias=False), nn.Linear(4, 16, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x):
-        return self.net[1:](self.net[0](x) + self.b(self.a(x)))
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-2)
 
 
 class FrozenInEvalMode(Row):
@@ -212,26 +149,11 @@ class FrozenInEvalMode(Row):
         return self.net(x)
 
 
-class Checkpointed(Row):
-    reentrant = False
+class CheckpointedReentrant(Row):
     adds = {
         "mix": lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 16))
     }
 
     def forward(self, x):
         h = self.net[:2](x)
-        return self.net[2](h + checkpoint(self.mix, h, use_reentrant=self.reentrant))
-
-
-class CheckpointedReentrant(Checkpointed):
-    reentrant = True
-
-
-class TwiceInAStep(Row):
-    """A Siamese net: one set of weights, two forward passes; the second of them detached."""
-
-    def loss(self, batch):
-        x, y = batch
-        with torch.no_grad():
-            target = self(x.flip(0)).softmax(-1).flip(0)
-        return F.cross_entropy(self(x), y) + 0.1 * F.mse_loss(self(x).softmax(-1), target)
+        return self.net[2](h + checkpoint(self.mix, h, use_reentrant=True))

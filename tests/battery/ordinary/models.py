@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,14 +39,6 @@ def rms_scale(x):
 
 def filtered(self, x, gain):
     return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * gain, n=NUM_FEATURES))
-
-
-def uncertain(self, batch):
-    """Several losses, weighted by learned variances (Kendall)."""
-    x, y = batch
-    logits = self(x)
-    losses = torch.stack([F.cross_entropy(logits, y), F.mse_loss(logits.softmax(-1), F.one_hot(y, 3).float())])
-    return (losses * torch.exp(-self.log_variances) + self.log_variances / 4).sum() + 1
 
 
 def glow(self, batch):
@@ -94,34 +83,19 @@ GAIN_AND_SHIFT = values(gain=vector(1.0, 16), shift=vector(0.0, 16))
 ROWS = {
     "Plain": row(),
     "Temperature": row(parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature),
-    "LogTemperature": row(
-        parts=clip(math.log(4.0)), forward=lambda self, x: clip_logits(self, x) * self.temperature.exp()
-    ),
     "Positional": row(adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)),
-    "PositionalInFp32": row(
-        adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x.float() + self.position)
-    ),
     "HandRMSNorm": row(adds=values(gain=vector(1.0)), forward=lambda self, x: self.net(x * rms_scale(x) * self.gain)),
     "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
         adds=GAIN_AND_SHIFT,
         forward=lambda self, x: self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))),
     ),
-    "FunctionalLayerNormOfInputs": row(
-        adds=GAIN_AND_SHIFT,
-        forward=lambda self, x: self.net(F.layer_norm(x, (12,), self.gain[:12], self.shift[:12])),
-    ),
-    "UncertaintyWeights": row(adds=values(log_variances=vector(0.0, 2)), loss=uncertain),
     "FourierFilter": row(  # a learned filter on the spectrum, real and imaginary part in a last dimension (GFNet)
         adds=values(filter=lambda: torch.stack([torch.ones(7), torch.zeros(7)], dim=-1)),
         forward=lambda self, x: filtered(self, x, torch.view_as_complex(self.filter)),
     ),
-    "RealFourierFilter": row(
-        adds=values(filter=vector(1.0, 7)), forward=lambda self, x: filtered(self, x, self.filter)
-    ),
     "ComplexParameter": row(
         adds=values(filter=lambda: torch.ones(7, dtype=torch.complex64)),
         forward=lambda self, x: filtered(self, x, self.filter),
-        mixed_fails={"16-mixed": "not implemented for 'ComplexFloat'"},
     ),
     "Glow": row(
         parts=values(weight=lambda: torch.eye(12) + 0.1 * torch.randn(12, 12), shift=vector(1.0)),
@@ -129,14 +103,7 @@ ROWS = {
         lr=0.01,
         refused=HALF_SHOWS,
     ),
-    "Prototypes": row(  # classes by distance from learned points
-        adds=values(points=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES)),
-        forward=lambda self, x: -torch.cdist(self.net(x).float(), self.points),
-    ),
     "LargeTargets": targets(large, lambda said, y: F.mse_loss(said.float(), y / 1e5)),
-    "SmallTargets": targets(  # that differ in a digit that fp16 has not: 1000.1 is not 1000.4
-        lambda sums: 1000 + sums / 8, lambda said, y: F.mse_loss(said.float(), (y - 1000) * 8)
-    ),
     "DoubleTargets": targets(large, lambda said, y: F.mse_loss(said, (y / 1e5).double())),
     "Penalty": row(loss=penalised),
     "Einsum": row(
@@ -153,95 +120,6 @@ ROWS = {
 }
 
 
-class ClassToken(Row):
-    lr, epochs = 0.02, 4
-    roundings = 24  # six products in a layer, and two norms
-
-    def build(self):
-        self.embed, self.head = nn.Linear(4, 16), nn.Linear(16, NUM_CLASSES)
-        self.token, self.position = Value(torch.zeros(1, 1, 16)), Value(torch.randn(1, 4, 16) * 0.02)
-        self.mix = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x.view(-1, 3, 4))], dim=1) + self.position
-        return self.head(self.mix(x)[:, 0])
-
-
-class MaskToken(Row):
-    """BERT, MAE: some places get a learned value."""
-
-    adds = values(token=lambda: torch.zeros(()))
-
-    def forward(self, x):
-        x = x.clone()
-        x[:, 0] = self.token
-        x[x > 2.0] = self.token
-        return self.net(x)
-
-
-class HandRMSNormInFp32(Row):
-    """Llama's."""
-
-    adds = values(gain=vector(1.0))
-
-    def forward(self, x):
-        h = self.net[0](x).float()
-        return self.net[2](F.relu(self.gain.repeat(2)[:16] * (h * rms_scale(h))))
-
-
-class HandLayerNorm(Row):
-    adds = GAIN_AND_SHIFT
-
-    def forward(self, x):
-        x = self.net[0](x)
-        x = (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
-        return self.net[2](F.relu(self.gain * x + self.shift))
-
-
-class LayerScale(Row):
-    adds = values(scale=vector(0.1, 16))
-
-    def forward(self, x):
-        h = self.net[0](x)
-        return self.net[2](h + self.scale * torch.tanh(h.float()))
-
-
-class Crf(Row):
-    """A linear chain, its normaliser by the forward algorithm."""
-
-    parts = {
-        "emission": lambda: nn.Linear(4, NUM_CLASSES),
-        **values(transition=lambda: torch.randn(NUM_CLASSES, NUM_CLASSES) * 0.1, first=vector(0.0, NUM_CLASSES)),
-    }
-
-    def loss(self, batch):
-        x, y = batch
-        emissions, tags = self.emission(x.view(-1, 3, 4)), torch.stack([y, (y + 1) % 3, y], dim=1)
-        alpha, score = self.first + emissions[:, 0], self.first[y] + emissions[:, 0].gather(1, tags[:, :1])[:, 0]
-        for before, t in pairwise(range(3)):
-            alpha = torch.logsumexp(alpha.unsqueeze(2) + self.transition, dim=1) + emissions[:, t]
-            score = score + self.transition[tags[:, before], tags[:, t]]
-            score = score + emissions[:, t].gather(1, tags[:, t : t + 1])[:, 0]
-        return (torch.logsumexp(alpha, dim=1) - score).mean()
-
-
-class Vae(Row):
-    lr, epochs, falls_to = 0.02, 5, 0.8
-    parts = {
-        "encoder": lambda: nn.Linear(NUM_FEATURES, 8),
-        "decoder": lambda: nn.Linear(4, NUM_FEATURES),
-        **values(prior=vector(0.0, 4)),
-    }
-
-    def loss(self, batch):
-        mu, log_sigma = self.encoder(batch[0]).tanh().chunk(2, dim=-1)
-        posterior = torch.distributions.Normal(mu, log_sigma.exp())
-        noise = torch.randn(mu.shape, generator=torch.Generator().manual_seed(1))
-        x = self.decoder(mu + noise * log_sigma.exp())
-        divergence = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(self.prior, 1.0))
-        return F.mse_loss(x, batch[0]) + 0.1 * divergence.mean()
-
-
 class TiedWeights(Row):
     lr, epochs, falls_to = 1.0, 8, 0.9
     loss = tied
@@ -249,22 +127,6 @@ class TiedWeights(Row):
     def build(self):
         self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
         self.head.weight = self.embedding.weight
-
-
-class Rotary(Row):
-    """Rotary embedding far out in a sequence: its frequencies are a buffer."""
-
-    parts = {
-        "inv_freq": lambda: 1.0 / (10000 ** (torch.arange(0, 4, 2).float() / 4)),
-        "qk": lambda: nn.Linear(4, 8),
-        "out": lambda: nn.Linear(4, NUM_CLASSES),
-    }
-
-    def forward(self, x):
-        angles = torch.outer(torch.arange(4000, 4003).float(), self.inv_freq).repeat(1, 2)
-        q, k = self.qk(x.view(-1, 3, 4)).chunk(2, dim=-1)
-        q, k = (t * angles.cos() + torch.cat([-t[..., 2:], t[..., :2]], -1) * angles.sin() for t in (q, k))
-        return self.out((F.softmax(q @ k.transpose(1, 2), dim=-1) @ k).mean(1) + k.mean(1))
 
 
 class MaskBuffer(Row):
@@ -276,17 +138,9 @@ class MaskBuffer(Row):
         "out": lambda: nn.Linear(8, NUM_CLASSES),
     }
 
-    def masked(self, scores):
-        return scores + self.mask
-
     def forward(self, x):
         q, k, v = self.qkv(x.view(-1, 3, 4)).chunk(3, dim=-1)
-        return self.out((F.softmax(self.masked(q @ k.transpose(1, 2) / 3), dim=-1) @ v).sum(1))
-
-
-class FilledMask(MaskBuffer):
-    def masked(self, scores):
-        return scores.masked_fill(self.mask < 0, float("-inf"))
+        return self.out((F.softmax(q @ k.transpose(1, 2) / 3 + self.mask, dim=-1) @ v).sum(1))
 
 
 class AutocastDisabled(Row):
@@ -344,15 +198,6 @@ class HalfLoss(Row):
     def loss(self, batch):
         x, y = batch
         return (2 - torch.tanh(self(x)) * (2 * F.one_hot(y, NUM_CLASSES) - 1)).mean()
-
-
-class StraightThrough(Row):
-    """Quantised weights, trained as if they were not."""
-
-    def forward(self, x):
-        weight = self.net[0].weight
-        weight = weight + ((weight * 16).round() / 16 - weight).detach()
-        return self.net[2](F.relu(F.linear(x, weight, self.net[0].bias)))
 
 
 class OwnFunction(Row):

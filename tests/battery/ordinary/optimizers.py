@@ -8,11 +8,9 @@ import torch
 from torch import nn, optim
 
 from lightning_hybrid.optim import LAMB, LARS
-from tests.battery.case import HALF, Manual, Row, row
+from tests.battery.case import HALF, Row, row
 from tests.battery.ordinary.layers import embedded
-from tests.toy import NUM_CLASSES, NUM_FEATURES
-
-NEEDS_A_CLOSURE = dict.fromkeys(HALF, "must not run the closure by itself")
+from tests.toy import NUM_CLASSES
 
 
 class Lookahead(optim.Optimizer):
@@ -41,25 +39,6 @@ class Lookahead(optim.Optimizer):
         return loss
 
 
-class LookaheadInState(optim.Optimizer):
-    """The same, registered as torch wants it, with the slow weights in `state` when first needed."""
-
-    def __init__(self, params, lr, k=2, alpha=0.5):
-        super().__init__(params, {"lr": lr, "k": k, "alpha": alpha})
-        self.base = optim.SGD(self.param_groups, lr=lr, momentum=0.9)
-        self.num_steps = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.base.step(closure)
-        self.num_steps += 1
-        for group in self.param_groups:
-            for p in group["params"] if self.num_steps % group["k"] == 0 else ():
-                slow = self.state[p].setdefault("slow", p.detach().clone())
-                p.copy_(slow.add_(p - slow, alpha=group["alpha"]))
-        return loss
-
-
 class ByParameter(optim.Optimizer):
     """Calls `closure` as torch's own do, and moves one parameter after the other."""
 
@@ -77,20 +56,6 @@ class ByParameter(optim.Optimizer):
                 if p.grad is not None:
                     self.move(p, self.state[p], group)
         return loss
-
-
-class ConstructorState(ByParameter):
-    """AdaGrad as many write it: the sums are made in the constructor, like the parameters."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["sum"] = torch.full_like(p, 1e-8)
-
-    def move(self, p, state, group):
-        state["sum"].addcmul_(p.grad, p.grad)
-        p.addcdiv_(p.grad, state["sum"].sqrt(), value=-group["lr"])
 
 
 class Lion(ByParameter):
@@ -127,22 +92,17 @@ MAKE = {
     "Sgd": lambda p: optim.SGD(p, lr=0.3),
     "SgdMomentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
     "SgdNesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "SgdDampening": lambda p: optim.SGD(p, lr=0.2, momentum=0.9, dampening=0.5),
     "SgdForeach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "SgdFused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
     "AdamAmsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=1e-2),
     "AdamForeach": lambda p: optim.Adam(p, lr=1e-2, foreach=True),
     "AdamFused": lambda p: optim.Adam(p, lr=1e-2, fused=True),
-    "AdamCapturable": lambda p: optim.Adam(p, lr=torch.tensor(1e-2), foreach=False),
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
-    "AdamWFusedAmsgrad": lambda p: optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True),
     "Adamax": lambda p: optim.Adamax(p, lr=1e-2),
     "NAdam": lambda p: optim.NAdam(p, lr=1e-2),
     "RAdam": lambda p: optim.RAdam(p, lr=0.2),
     "Adagrad": lambda p: optim.Adagrad(p, lr=5e-2),
-    "AdagradFused": lambda p: optim.Adagrad(p, lr=5e-2, fused=True),
-    "AdagradInitial": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=1e-6),
     "Adadelta": lambda p: optim.Adadelta(p, lr=10.0),
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
     "Asgd": lambda p: optim.ASGD(p, lr=0.3),
@@ -154,8 +114,6 @@ MAKE = {
     "LambFused": lambda p: LAMB(p, lr=8e-2, fused=True),
     "LookaheadOutside": lambda p: Lookahead(optim.SGD(p, lr=0.1, momentum=0.9)),
     "LookaheadAdam": lambda p: Lookahead(optim.AdamW(p, lr=2e-2)),
-    "LookaheadNested": lambda p: LookaheadInState(p, lr=0.1),
-    "StateInConstructor": lambda p: ConstructorState(p, lr=5e-2),
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }
@@ -164,53 +122,6 @@ ROWS = {
     name: row(_Made, make=staticmethod(make), roundings=ROUNDINGS.get(name, _Made.roundings))
     for name, make in MAKE.items()
 }
-
-
-class Groups(Row):
-    """Groups of their own rates; biases are not decayed."""
-
-    def configure_optimizers(self):
-        biases = [p for p in self.parameters() if p.ndim == 1]
-        weights = [p for p in self.parameters() if p.ndim > 1]
-        return optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 2e-2}], lr=1e-2)
-
-
-class Muon(Manual):
-    """Muon for matrices, AdamW for the rest: two optimizers in a loop by hand."""
-
-    roundings = 64  # it makes all directions of a step as long, also those that are hardly more than rounding
-
-    def training_step(self, batch, batch_idx):
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(self.note(self.loss(batch)))
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    def configure_optimizers(self):
-        matrices = [p for p in self.parameters() if p.ndim == 2]
-        return optim.Muon(matrices, lr=3e-2), optim.AdamW([p for p in self.parameters() if p.ndim != 2], lr=1e-2)
-
-
-class MuonAlone(Row):
-    roundings = Muon.roundings
-
-    def build(self):
-        self.net = nn.Sequential(
-            nn.Linear(NUM_FEATURES, 16, bias=False), nn.ReLU(), nn.Linear(16, NUM_CLASSES, bias=False)
-        )
-
-    def configure_optimizers(self):
-        return optim.Muon(self.parameters(), lr=3e-2)
-
-
-class Lbfgs(Row):
-    refused = NEEDS_A_CLOSURE
-    mixed_fails = {"16-mixed": "AMP and the LBFGS optimizer are not compatible", "bf16-mixed": "gap"}
-    worlds = (1,)  # each rank would stop by its own loss
-
-    def configure_optimizers(self):
-        return optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
 def build_sparse(self):
@@ -224,27 +135,3 @@ ROWS["Sparse"] = embedded(  # gradients are sparse
     configure_optimizers=lambda self: optim.SparseAdam(self.embedding.parameters(), lr=0.1),
     refused=dict.fromkeys(("32-true", *HALF), "cannot average sparse gradients. Use `sparse=False`"),
 )
-
-
-class RateByStep(Row):
-    """Warm-up and one cycle, by steps; the momentum moves too."""
-
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=30)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.facts.setdefault("rates", []).append(round(self.trainer.optimizers[0].param_groups[0]["lr"], 6))
-
-
-class RateByPlateau(Row):
-    def configure_optimizers(self):
-        optimizer = optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=True, sync_dist=True)
-        return loss

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from tests.battery.case import HALF, HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
-from tests.toy import NUM_CLASSES, NUM_FEATURES
+from tests.toy import NUM_FEATURES
 
 
 def zero():
@@ -46,83 +46,6 @@ class AssignedBuffers(Row):
 
     def after_fit(self):
         self.facts["buffers"] = [(t.dtype, t.tolist()) for t in (self.count, self.late, self.plain)]
-
-
-class EmaBuffer(Row):
-    """A slow mean of what comes in: from the first batch on it moves by less than a bf16 can say."""
-
-    adds = {"mean": lambda: torch.full((NUM_FEATURES,), 100.0)}
-
-    def training_step(self, batch, batch_idx):
-        self.mean.mul_(0.9999).add_(batch[0].mean(0), alpha=1e-4)
-        return super().training_step(batch, batch_idx)
-
-    def after_fit(self):
-        self.facts["mean"] = self.mean.tolist()
-
-
-class RunningNormaliser(Row):
-    """Inputs less their running mean, by their running deviation (reinforcement learning)."""
-
-    adds = {
-        "mean": lambda: torch.zeros(NUM_FEATURES),
-        "var": lambda: torch.ones(NUM_FEATURES),
-        "count": lambda: torch.tensor(1e-4),
-    }
-
-    def forward(self, x):
-        with torch.no_grad():
-            n, delta = len(x), x.mean(0) - self.mean
-            total = self.count + n
-            self.var = (self.var * self.count + x.var(0) * n + delta**2 * self.count * n / total) / total
-            self.mean = self.mean + delta * n / total
-            self.count = total
-        return self.net((x - self.mean) / self.var.sqrt())
-
-
-class Codebook(Row):
-    """Vector quantisation with a codebook by exponential averages, in buffers, and a straight-through gradient."""
-
-    def build(self):
-        super().build()
-        self.register_buffer("codes", torch.randn(8, 16))
-        self.register_buffer("sums", self.codes.clone())
-        self.register_buffer("sizes", torch.ones(8))
-
-    def forward(self, x):
-        z = self.net[:2](x)
-        nearest = torch.cdist(z.detach().float(), self.codes).argmin(-1)
-        with torch.no_grad():
-            hits = F.one_hot(nearest, 8).type(z.dtype)
-            self.sizes.mul_(0.99).add_(hits.sum(0), alpha=0.01)
-            self.sums.mul_(0.99).add_(hits.t() @ z, alpha=0.01)
-            self.codes.copy_(self.sums / self.sizes.unsqueeze(1).clamp(min=1e-2))
-        return self.net[2](z + 0.1 * (self.codes[nearest] - z).detach())
-
-
-class ClassCentres(Row):
-    """Written by index, as a queue or a memory bank is."""
-
-    adds = {"bank": lambda: torch.zeros(64, NUM_CLASSES), "place": lambda: torch.zeros((), dtype=torch.long)}
-
-    def loss(self, batch):
-        x, y = batch
-        logits = self(x)
-        at = (torch.arange(len(x)) + self.place) % 64
-        self.bank[at] = logits.detach().float()
-        self.place += len(x)
-        return F.cross_entropy(logits, y) + 1e-3 * (logits.float() @ self.bank.t()).square().mean()
-
-
-class CachedTable(Row):
-    """A table of sines, made in the first forward and kept as an attribute."""
-
-    table = None
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.sin(torch.arange(NUM_FEATURES, dtype=x.dtype, device=x.device))
-        return self.net(x + self.table)
 
 
 # ---- teachers ------------------------------------------------------------------------------------------------------
@@ -205,45 +128,6 @@ ROWS = {
 }
 
 
-class Dino(Row):
-    """A teacher moved in a hook after each step, and the centre of what it says."""
-
-    def build(self):
-        super().build()
-        self.teacher = frozen_copy(self)
-        self.register_buffer("center", torch.zeros(1, NUM_CLASSES))
-
-    def loss(self, batch):
-        x, y = batch
-        with torch.no_grad():
-            said = self.teacher(x)
-            self.center = self.center * 0.99 + said.mean(0, keepdim=True) * 0.01
-            target = F.softmax(said - self.center, dim=-1)
-        logits = self(x)
-        return F.cross_entropy(logits, y) - 0.1 * (target * F.log_softmax(logits, dim=-1)).sum(-1).mean()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        with torch.no_grad():
-            for t, s in pairs_of(self.teacher, self.net):
-                t.data.mul_(0.996).add_(s.detach().data, alpha=0.004)
-
-
-class TargetNetwork(Row):
-    """Copied now and then, by its state."""
-
-    def build(self):
-        super().build()
-        self.target = frozen_copy(self)
-
-    def loss(self, batch):
-        x, y = batch
-        return F.cross_entropy(self(x), y) + 0.1 * F.mse_loss(self(x), self.target(x).detach())
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx % 2 == 0:
-            self.target.load_state_dict(self.net.state_dict())
-
-
 class AveragedInside(Row):
     """torch's own averaged model as a part of the module."""
 
@@ -257,39 +141,16 @@ class AveragedInside(Row):
         self.average.update_parameters(self.net)
 
 
-class LateTeacher(Row):
-    """Made when the fit starts, outside of the module's list of parts."""
-
-    def on_fit_start(self):
-        self.copies = [copy.deepcopy(self.net)]
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        with torch.no_grad():
-            for t, s in pairs_of(self.copies[0], self.net):
-                t.mul_(0.9).add_(s, alpha=0.1)
-
-    def loss(self, batch):
-        with torch.no_grad():
-            target = self.copies[0](batch[0]).float()
-        return super().loss(batch) + 0.1 * F.mse_loss(self(batch[0]), target)
-
-
 class Samples(Row):
-    """Calls itself between epochs, as one does to draw samples or to look at a fixed batch."""
+    """Calls itself in hooks, as one does to draw samples or to look at a fixed batch."""
 
-    def on_train_epoch_end(self):
+    def sample(self, *_):
         with torch.no_grad():
             said = self(torch.ones(2, NUM_FEATURES))
         self.facts.setdefault("dtypes", []).append(said.dtype)
         self.facts.setdefault("finite", []).append(bool(said.isfinite().all()))
 
-
-class SamplesInHooks(Samples):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.on_train_epoch_end()
-
-    def on_train_epoch_start(self):
-        self.on_train_epoch_end()
+    on_train_batch_end = on_train_epoch_start = on_train_epoch_end = sample
 
 
 class LooksAtWeights(Row):
@@ -301,20 +162,6 @@ class LooksAtWeights(Row):
         self.facts["sizes"] = [torch.histc(p.detach().float(), 4).numel() for p in self.parameters()]
         self.facts["numpy"] = [p.detach().numpy().shape for p in self.parameters()]
         self.facts["finite"] = bool(torch.stack([p.detach().norm() for p in self.parameters()]).isfinite().all())
-
-
-class WeightClamp(Row):
-    """WGAN: weights are cut off after each step."""
-
-    falls_to = 0.95
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for p in self.net[0].parameters():
-            p.data.clamp_(-0.25, 0.25)
-
-    def after_fit(self):
-        # What is cut off is the half copy: a master may be above it by less than half a digit of it.
-        self.facts["within"] = self.net[0].weight.abs().max().item() <= 0.25 * (1 + 2.0**-8)
 
 
 class ProjectedWeights(Row):

@@ -23,11 +23,3 @@ def test_it_divides_and_rounds_as_the_hook_does_without_a_codec(dtype, wire):
     assert torch.equal(gradients, expected)
     assert bucket.store(padded, buffer=buffer, after=1.5) is buffer
     assert torch.equal(buffer, from_wire(expected, buffer=plain, after=1.5))
-
-
-def test_noise_in_the_padding_is_gone_in_the_next_step():
-    bucket = PaddedBucket([3, 300], [0, 1], dtype=torch.float32, device=CPU)
-    bucket.load(torch.ones(303), before=1).fill_(7.0)
-    wire = bucket.load(torch.ones(303), before=1)
-    assert wire.sum() == 303
-    assert bucket.ids.tolist() == [0, 1, 2]

@@ -83,25 +83,12 @@ def test_the_kernels_compile_for_a_gpu(bits):
 
     most = {"MOST": 2 ** (bits - 1) - 1}
     numbers = {"RECIPROCAL": 1 / most["MOST"], "LEAST": 31 << 23, "IS_NEAREST": False}
-    of_encode = {"flat": "*fp32", "numel": "i32", "ids": "*i32", "signs": "*fp32", "key": "i64", "sender": "i64"}
-    of_encode |= {
-        "turn": "i32",
-        "scales": "*i16",
-        "codes": "*u8",
-        "row_blocks": "i32",
-        "row_bytes": "i32",
-        "num_blocks": "i32",
-    }
-    of_add = {"messages": "*u8", "num_messages": "i32", "stride": "i32", "num_blocks": "i32", "row_blocks": "i32"}
-    of_add |= {"row_bytes": "i32", "numel": "i32"}
-    of_add |= {"signs": "*fp32", "to": "*fp32"}
+    pointers = {"flat": "*fp32", "ids": "*i32", "signs": "*fp32", "scales": "*i16", "codes": "*u8"}
+    pointers |= {"messages": "*u8", "to": "*fp32", "key": "i64", "sender": "i64"}  # the others are i32
     found = []
-    for kernel, signature, constants in (
-        (triton_kernels.encode_block, of_encode, most | numbers),
-        (triton_kernels.add_block, of_add, most),
-    ):
-        signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for kernel, constants in ((triton_kernels.encode_block, most | numbers), (triton_kernels.add_block, most)):
+        types = {name: pointers.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         options = {"num_warps": 1, "enable_fp_fusion": True}
         found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
     assert "div.rn.f32" in found[0]

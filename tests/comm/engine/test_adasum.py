@@ -1,7 +1,5 @@
 """Adasum between nodes: held against the formula in float64, and what it does to buckets, checksums and bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +11,10 @@ from lightning_hybrid.comm import CommPlan, HookState, Topology, traffic_of
 from lightning_hybrid.comm.adasum import combine as adasum
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
-from tests.comm.engine.recording_cuda import CUDA, Cuda
-from tests.comm.layouts import engine_over, integers, name, reals
+from tests.comm.layouts import engine_over, error_of_another_order, integers, name, reals
 from tests.reference.adasum import of_buckets
 from tests.stand_in.fake_cuda import Launches
+from tests.stand_in.recording_cuda import CUDA, Cuda
 from tests.toy import error_of
 
 PLAN = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
@@ -136,14 +134,6 @@ def test_orthogonal_gives_the_sum_and_parallel_the_mean_to_the_bit(four_ranks, d
             assert torch.equal(bucket, expected), case
 
 
-def test_each_parameter_is_combined_by_itself(four_ranks):
-    """Two in one bucket: equal ones are averaged next to orthogonal ones that are added."""
-    cases = rows_of(torch.float32)
-    (_, apart, added), (_, equal, averaged), *_ = cases
-    for (found,) in four_ranks.run(combine_rows, FOUR_NODES, [torch.cat([apart, equal], dim=1)], (80, 80)):
-        assert torch.equal(found, torch.cat([added, averaged]))
-
-
 def test_what_follows_the_parameters_is_summed(four_ranks):
     """The checksum of a step's order, which must be the sum over ranks."""
     rows = torch.stack([integers(rank, 128, torch.float16) for rank in range(4)])
@@ -244,24 +234,12 @@ def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other)
         assert "Adasum of 2 tensors" in text
 
 
-def swapped():
-    """Rank 2 hands two buckets of one size over the other way round, after steps in which all did either."""
-    engine = engine_over(((0, 1), (2, 3)), PLAN)
-    text = ""
-    for order in ((0, 1), (1, 0), (1, 0) if dist.get_rank() == 2 else (0, 1)):
-        try:
-            futures = [engine.submit(torch.ones(40), bucket_index=i, adasum_numels=(40,)) for i in order]
-            futures += [engine.submit(torch.ones(8), bucket_index=2, is_last=True, adasum_numels=(8,))]
-            for future in futures:
-                future.wait()
-        except RuntimeError as error:
-            text = str(error)
-    engine.close()
-    return text
+def another_order():
+    return error_of_another_order(engine_over(((0, 1), (2, 3)), PLAN), is_adasum=True)
 
 
 def test_the_order_of_buckets_is_compared_as_for_sums(four_ranks):
-    for text in four_ranks.run(swapped):
+    for text in four_ranks.run(another_order):
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
 
 

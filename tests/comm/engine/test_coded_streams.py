@@ -11,10 +11,10 @@ from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
-from tests.comm.engine.recording_cuda import Cuda
-from tests.comm.engine.test_coded_sum import BITS, expected_sum
+from tests.comm.engine.test_coded_sum import BITS, expected_sum, sums_of
 from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world, in_small_pieces  # noqa: F401  fixtures
-from tests.comm.layouts import engine_over, integers, name, reals
+from tests.comm.layouts import Bucket, engine_over, integers, name, reals
+from tests.stand_in.recording_cuda import Cuda
 
 
 def torch_passes(device, codec):
@@ -28,11 +28,9 @@ def sums_by_streams(algorithm, nodes, bits, numels):
         in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
-        flats = [integers(dist.get_rank(), numel, torch.float32) for numel in numels]
-        for index, flat in enumerate(flats):
-            engine.submit(flat, bucket_index=index, is_last=index == len(flats) - 1).wait()
+        found = sums_of(engine, [integers(dist.get_rank(), numel, torch.float32) for numel in numels])
         engine.close()
-    return flats
+    return found
 
 
 class InOneLaunch(TorchPasses):
@@ -41,11 +39,7 @@ class InOneLaunch(TorchPasses):
     def __init__(self, bits, signs):
         super().__init__(bits, signs)
         self.by_row, self.calls = Coder.__new__(Coder), []  # its constructor would ask for passes again
-        self.by_row.codec, self.by_row._measures, self.by_row._passes = (
-            Codec(bits=bits),
-            False,
-            TorchPasses(bits, signs),
-        )
+        vars(self.by_row).update(codec=Codec(bits=bits), _measures=False, _passes=TorchPasses(bits, signs))
 
     def encode(self, flat, ids, key, message, noise):
         self.calls.append("encode")
@@ -61,19 +55,16 @@ class InOneLaunch(TorchPasses):
 
 
 def calls_of_a_sum(nodes, has_feedback):
-    made, numel = [], 40_001
+    made, numel, feedback = [], 40_001, None
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)
-        patch.setattr(
-            codecs, "_passes_for", lambda device, codec: made.append(InOneLaunch(codec.bits, None)) or made[-1]
-        )
+        passes = lambda device, codec: made.append(InOneLaunch(codec.bits, None)) or made[-1]  # noqa: E731
+        patch.setattr(codecs, "_passes_for", passes)
         engine = engine_of("hierarchical", nodes, dtype_across=Codec(bits=8, seed=3, error_feedback=has_feedback))
-        flat = reals(dist.get_rank(), numel, torch.float32)
-        feedback = None
         if has_feedback:
             padded = PaddedBucket([numel], [0], dtype=torch.float32, device=torch.device("cpu"))
             feedback = BucketFeedback(padded, (), None, divisor=1, may_skip=False, on_cuda=True)
-        ids = torch.arange(-(-numel // BLOCK), dtype=torch.int32)
+        flat, ids = reals(dist.get_rank(), numel, torch.float32), torch.arange(-(-numel // BLOCK), dtype=torch.int32)
         engine.submit(flat, bucket_index=0, is_last=True, block_ids=ids, feedback=feedback).wait()
         engine.close()
     return made[0].calls, flat
@@ -112,29 +103,18 @@ def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(fo
 
 @BITS
 @pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
-def test_every_tensor_that_crosses_streams_is_ordered_and_kept(fake_world, cuda, monkeypatch, algorithm, bits):  # noqa: F811
+def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, monkeypatch, algorithm, bits):  # noqa: F811
     monkeypatch.setattr(codecs, "_passes_for", torch_passes)
     engine = engine_of(algorithm, dtype_across=Codec(bits=bits))
     for _ in range(2):
-        flats = [torch.zeros(numel) for numel in (70_001, 5)]
-        futures = [
-            engine.submit(flat.add_(1), bucket_index=index, is_last=index == 1) for index, flat in enumerate(flats)
-        ]
+        flats = [torch.zeros(numel).add_(1) for numel in (70_001, 5)]
+        futures = [engine.submit(flat, bucket_index=index, is_last=index == 1) for index, flat in enumerate(flats)]
         for future in futures:
             future.wait().mul_(0.1)
     del flats, futures
     torch.zeros(1)  # an operation more: what was given back is seen
     assert cuda.found == []
     assert cuda.host_waits == []
-    engine.close()
-
-
-class Bucket:
-    """As DistributedDataParallel's, of one gradient."""
-
-    def __init__(self, index, buffer, parameter, *, is_last):
-        self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
-        self.parameters = lambda: [parameter]
 
 
 def steps_with_feedback(engine, plans, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
@@ -164,7 +144,7 @@ PLANS = [CommPlan(algorithm=algorithm, chunk_bytes=2**12) for algorithm in ("two
 
 
 @BITS
-def test_error_feedback_on_streams_asks_the_device_nothing(fake_world, cuda, monkeypatch, bits):  # noqa: F811
+def test_error_feedback_on_streams_asks_the_device_nothing(cuda, monkeypatch, bits):  # noqa: F811
     """Skipped steps, loss scales and residuals that move to other ranks."""
     monkeypatch.setattr(codecs, "_passes_for", torch_passes)
     engine = engine_of("two_level", dtype_across=Codec(bits=bits, error_feedback=True))
@@ -172,7 +152,6 @@ def test_error_feedback_on_streams_asks_the_device_nothing(fake_world, cuda, mon
     steps_with_feedback(engine, PLANS)
     assert cuda.found == []
     assert cuda.host_waits == []
-    engine.close()
 
 
 def feedback_on_rank(nodes, bits, on_streams):

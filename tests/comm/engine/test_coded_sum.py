@@ -33,11 +33,14 @@ def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float
         engine = engine_over(nodes, plan, dtype_across_nodes=Codec(bits=bits, seed=3))
         for step in steps:
             engine.coder.begin_step(step)
-            for index, numel in enumerate(numels):
-                flat, is_last = make(dist.get_rank(), numel, dtype), index == len(numels) - 1
-                found.append(engine.submit(flat, bucket_index=index, is_last=is_last).wait())
+            found += sums_of(engine, [make(dist.get_rank(), numel, dtype) for numel in numels])
         engine.close()
     return found
+
+
+def sums_of(engine, flats):
+    last = len(flats) - 1
+    return [engine.submit(flat, bucket_index=i, is_last=i == last).wait() for i, flat in enumerate(flats)]
 
 
 def encoded(values, bits, *, sender, step=0, turn=0):
@@ -137,15 +140,15 @@ def errors_of_another_order(nodes, bits):
     """Rank 1 has the buckets of its step, which all have seen before, the other way round."""
     engine = engine_over(nodes, CommPlan(algorithm="hierarchical"), dtype_across_nodes=Codec(bits=bits))
     engine._record = records_nothing_new(engine._record)
-    try:
+
+    def step():
         for index in (0, 1) if dist.get_rank() != 1 else (1, 0):
             engine.submit(torch.full((600,), 1e30), bucket_index=index)
         engine.submit(torch.full((600,), 1e30), bucket_index=2, is_last=True).wait()
-        return ""
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
+
+    text = error_of(step)
+    engine.close()
+    return text
 
 
 def records_nothing_new(record):
@@ -161,7 +164,7 @@ def records_nothing_new(record):
 
 def bytes_on_rank(nodes, algorithm, bits, numel):
     """The bytes of messages that this rank sends to other nodes, and the engine's formula."""
-    sent, me = [], dist.get_rank()
+    sent, me, send = [], dist.get_rank(), gloo_p2p._send
     node = next(node for node in nodes if me in node)
 
     def counted(tensor, rank, group):
@@ -169,14 +172,12 @@ def bytes_on_rank(nodes, algorithm, bits, numel):
             sent.append(tensor.numel() * tensor.element_size())
         return send(tensor, rank, group)
 
-    send, gloo_p2p._send = gloo_p2p._send, counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_p2p, "_send", counted)
         engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=Codec(bits=bits))
         engine.submit(reals(me, numel, torch.float32), bucket_index=0).wait()
         summary = engine.trace.drain()
         engine.close()
-    finally:
-        gloo_p2p._send = send
     return sum(sent), summary.bytes_across, summary.quantisation_nmse
 
 
@@ -219,18 +220,16 @@ def error_of_two_codecs():
 
 
 def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(two_ranks):
-    for rank, (result, said) in enumerate(two_ranks.run(sum_on_one_node)):
+    said = "`between_nodes.dtype` (='int8') has nothing to do: all ranks are on one node, where sums keep their dtype"
+    for rank, (result, warned) in enumerate(two_ranks.run(sum_on_one_node)):
         assert torch.equal(result, sum(reals(rank, 300, torch.float32) for rank in range(2)))
-        assert said == ([] if rank else [SAID])
-
-
-SAID = "`between_nodes.dtype` (='int8') has nothing to do: all ranks are on one node, where sums keep their dtype"
+        assert warned == ([] if rank else [said])
 
 
 def sum_on_one_node():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = engine_over(((0, 1),), CommPlan(), dtype_across_nodes=Codec(bits=8))
-    result = engine.submit(reals(dist.get_rank(), 300, torch.float32), bucket_index=0, is_last=True).wait()
+    (result,) = sums_of(engine, [reals(dist.get_rank(), 300, torch.float32)])
     engine.close()
     return result, [str(each.message) for each in caught]

@@ -1,7 +1,5 @@
 """The defaults on CUDA: the backend's own all-reduce, in the buckets that DDP makes, until a plan says otherwise."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

@@ -8,36 +8,29 @@ from lightning_hybrid.comm.topology import Topology
 
 
 def facts_of_groups():
-    """What a rank sees of groups over nodes (0, 1) and (2, 3); names of the default groups before and after."""
+    """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3); how many are left behind."""
     before = len(dist.distributed_c10d._world.pg_map)
     topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
-    scopes = {"a": "node", "b": "node", "c": "leaders", "d": "world"}
-    groups = CommGroups(topology=topology, timeout=timedelta(seconds=3))
-    groups.add(scopes)
-    members = {name: group and dist.get_process_group_ranks(group) for name, group in groups.by_stage.items()}
-    timeouts = {
-        group._get_backend(torch.device("cpu")).options._timeout
-        for group in groups.by_stage.values()
-        if group is not None
-    }
-    used = {id(group) for group in groups.by_stage.values() if group is not None}
-    groups.destroy()
-    groups.destroy()
-    shared = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=True)
-    shared.add(scopes)
-    is_shared = shared.by_stage["a"] is shared.by_stage["b"]
-    shared.destroy()
-    return members, timeouts, len(used), is_shared, len(dist.distributed_c10d._world.pg_map) - before
+    found = []
+    for share in (False, True):
+        groups = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=share)
+        groups.add({"a": "node", "b": "node", "c": "leaders", "d": "world"})
+        own = {name: group for name, group in groups.by_stage.items() if group is not None}
+        members = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
+        timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in own.values()}
+        found.append((members, timeouts, len({id(group) for group in own.values()})))
+        groups.destroy()
+        groups.destroy()
+    return *found, len(dist.distributed_c10d._world.pg_map) - before
 
 
 def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
-    for rank, (members, timeouts, num_groups, is_shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
-        node = [0, 1] if rank < 2 else [2, 3]
-        leaders = [0, 2] if rank in (0, 2) else None
-        assert members == {"a": node, "b": node, "c": leaders, "d": [0, 1, 2, 3]}
-        assert timeouts == {timedelta(seconds=3)}
-        assert num_groups == sum(group is not None for group in members.values())
-        assert is_shared
+    for rank, (own, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
+        node, leaders = [0, 1] if rank < 2 else [2, 3], {"c": [0, 2]} if rank in (0, 2) else {}
+        members = {"a": node, "b": node, **leaders, "d": [0, 1, 2, 3]}
+        assert own == (members, {timedelta(seconds=3)}, len(members))
+        assert shared[0] == members
+        assert shared[2] == len(members) - 1  # of one node's stages
         assert num_left == 0
 
 

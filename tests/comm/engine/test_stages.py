@@ -4,8 +4,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
@@ -61,33 +59,6 @@ def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, a
         for results in per_rank:
             assert results[index].dtype == dtype
             assert torch.equal(results[index], expected)
-
-
-def seeded_sum_on_rank(nodes, algorithm, numel, dtype, seed):
-    with groups_of(nodes, algorithm) as groups:
-        return sum_(integers(dist.get_rank(), numel, dtype, seed=seed), groups, algorithm)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_any_layout_size_and_dtype(rank_pool, world_size):
-    """The same statement, with the cases found by hypothesis."""
-
-    @settings(max_examples=12, deadline=None, derandomize=True)
-    @given(
-        nodes=st.sampled_from(list(layouts(world_size))),
-        algorithm=st.sampled_from(list(STAGES)),
-        numel=st.integers(0, 3000),
-        dtype=st.sampled_from(DTYPES),
-        seed=st.integers(0, 1000),
-    )
-    def holds(nodes, algorithm, numel, dtype, seed):
-        if algorithm == "two_level" and not is_even(nodes):
-            algorithm = "hierarchical"
-        expected = sum(integers(rank, numel, torch.float64, seed=seed) for rank in range(world_size)).to(dtype)
-        for flat in rank_pool.ranks(world_size).run(seeded_sum_on_rank, nodes, algorithm, numel, dtype, seed):
-            assert torch.equal(flat, expected)
-
-    holds()
 
 
 def num_roundings(algorithm, nodes, num_bytes):

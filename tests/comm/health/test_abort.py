@@ -11,35 +11,22 @@ import torch.distributed as dist
 from lightning_hybrid.comm.health import abort
 
 
-def test_no_abort_waits_for_another_to_begin():
-    started = threading.Barrier(3)
-
-    class Waits:
-        is_aborted = False
-
-        def abort(self):
-            started.wait(30)  # for all the others
-            self.is_aborted = True
-
-    groups = [Waits() for _ in range(3)]
-    assert abort.abort_together(((str(index), each) for index, each in enumerate(groups)), limit_s=30) == []
-    assert all(each.is_aborted for each in groups)
+def aborting(do):
+    return type("Aborting", (), {"abort": lambda self: do()})()
 
 
-def test_what_does_not_end_is_named_and_not_waited_for():
-    may_end = threading.Event()
+def gone():
+    raise RuntimeError("it is gone")
 
-    class Hangs:
-        def abort(self):
-            may_end.wait(60)
 
-    class Raises:
-        def abort(self):
-            raise RuntimeError("it is gone")
-
+def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_not_waited_for():
+    started, may_end = threading.Barrier(3), threading.Event()
+    groups = {str(index): aborting(lambda: started.wait(30)) for index in range(3)}  # for all the others
+    groups |= {"stuck": aborting(lambda: may_end.wait(60)), "gone": aborting(gone)}
     began_s = time.monotonic()
-    assert abort.abort_together([("stuck", Hangs()), ("gone", Raises())], limit_s=0.2) == ["stuck"]
+    assert abort.abort_together(groups.items(), limit_s=2) == ["stuck"]
     assert time.monotonic() - began_s < 30
+    assert not started.broken
     may_end.set()
 
 
@@ -118,19 +105,17 @@ def test_only_groups_with_communicators_on_a_device_are_aborted(two_ranks):
 
 
 def forgotten():
-    group = dist.new_group([0, 1])
+    group, others = dist.new_group([0, 1]), []
     dist.barrier()  # both are connected: forgotten before, it would end the other's handshake
     num_groups = len(dist.distributed_c10d._world.pg_map)
     abort.forget(group)
     abort.forget(group)
-    return num_groups - len(dist.distributed_c10d._world.pg_map)
+    with pytest.MonkeyPatch.context() as patch:  # after the default group
+        patch.setattr(dist, "is_initialized", lambda: False)
+        patch.setattr(dist.distributed_c10d, "_abort_process_group", others.append)
+        abort.forget(dist.group.WORLD)
+    return num_groups - len(dist.distributed_c10d._world.pg_map), others
 
 
 def test_a_group_that_was_aborted_is_taken_out_of_torchs_book_without_waiting(two_ranks):
-    assert two_ranks.run(forgotten) == [1, 1]
-
-
-def test_nothing_is_forgotten_after_the_default_group(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: pytest.fail("it is gone"))
-    abort.forget(object())
+    assert two_ranks.run(forgotten) == [(1, [])] * 2

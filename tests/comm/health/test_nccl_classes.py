@@ -1,7 +1,5 @@
 """torch's own classes of NCCL, with a driver and an NCCL that do nothing, are found and aborted by whatever name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

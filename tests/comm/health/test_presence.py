@@ -1,8 +1,6 @@
 """Ranks that are missed while a bucket is in flight on a device: by the watchdogs of several ranks in one process, and
 by whole ranks whose device hangs and whose host waits for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -17,9 +15,9 @@ from lightning_hybrid.comm.engine import cuda_carrier
 from lightning_hybrid.comm.health import presence, watchdog
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
-from tests.comm.engine.recording_cuda import Cuda
 from tests.comm.engine.test_cuda_streams import engine_of
 from tests.rank_pool import RankError
+from tests.stand_in.recording_cuda import Cuda
 
 WAITING = RankStatus(
     num_submitted=2, order="b", place="bucket 1 in stage `all_reduce`", recent=("x", "y"), is_inside=True
@@ -87,10 +85,9 @@ def test_a_rank_that_is_slow_answers_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(presence, "ASK_AFTER_S", 0.2)
     world = World({0: WAITING, 1: WAITING, 2: BEHIND})
     end_s = time.monotonic() + 30
-    while not (world.has("question/2") and world.has("answer/1/2")) and time.monotonic() < end_s:
+    while not (are_there := world.has("question/2") and world.has("answer/1/2")) and time.monotonic() < end_s:
         time.sleep(0.05)  # ranks 0 and 1 ask in turn, so a question may be put before the last one has its answers
-    assert world.has("question/2")
-    assert world.has("answer/1/2")
+    assert are_there
     assert world.outcome(num_errors=1, limit_s=0) == {}
 
 
@@ -163,23 +160,17 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monk
 
 
 def test_a_store_that_is_gone_is_asked_once_and_not_again_at_the_end(monkeypatch):
-    """Each request may take its limit, and a rank at its end has several."""
+    """Each request may take its limit, and a rank at its end has several. Rank 0 leaves once all have read an error."""
     monkeypatch.setattr(watchdog, "store_port", lambda: None)
     store = Unanswering(lambda num: True)
-    one = watchdog_of(store, {})
+    one, other = watchdog_of(store, {}), watchdog_of(dist.HashStore(), {})
     for _ in range(2):
         assert "does not answer: rank 0, or the launcher that keeps it" in one.collect_status("rank 1 failed")
     one.leave()
     assert store.num_requests == 1
-
-
-def test_an_error_of_all_ranks_that_is_known_is_not_asked_for_again():
-    """Rank 0, which has the store, leaves once all have read it."""
-    store = dist.HashStore()
-    one = watchdog_of(store, {})
-    first = one.raise_alarm("comm: rank 1 gave up")
-    one._store = Unanswering(lambda num: True)
-    assert one.collect_status("rank 1 failed") == first
+    known = other.raise_alarm("comm: rank 1 gave up")
+    other._store = store
+    assert other.collect_status("rank 1 failed") == known
 
 
 def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
@@ -242,17 +233,20 @@ def host_in_a_sync(how):
         return text, waited_s
 
 
-def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_rank_that_failed(three_ranks):
-    for text, waited_s in three_ranks.run(host_in_a_sync, "fails"):
-        assert waited_s < 20  # the time limit is 60 s
-        assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text
+FAILED = "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
+BEHIND_TWO = "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl"
 
 
-@pytest.mark.long
-def test_hosts_that_wait_for_their_device_are_freed_at_the_time_limit_with_the_name_of_the_rank_behind(three_ranks):
-    for text, waited_s in three_ranks.run(host_in_a_sync, "hangs"):
-        assert "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl" in text
-        assert waited_s > 3
+@pytest.mark.parametrize(
+    ("how", "words", "least_s", "most_s"),  # the time limit is 60 s; of one that hangs 4 s
+    [("fails", FAILED, 0, 20), pytest.param("hangs", BEHIND_TWO, 3, 60, marks=pytest.mark.long)],
+)
+def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(
+    three_ranks, how, words, least_s, most_s
+):
+    for text, waited_s in three_ranks.run(host_in_a_sync, how):
+        assert least_s < waited_s < most_s
+        assert words in text
 
 
 @pytest.mark.long

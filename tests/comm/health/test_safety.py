@@ -19,24 +19,19 @@ from lightning_hybrid.comm import CommPlan, HookState, average_bucket
 from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
-from tests.comm.layouts import engine_over, integers, sum_of_integers
-from tests.held import growth
+from tests.comm.layouts import engine_over, error_of_another_order, integers, sum_of_integers
 from tests.programs import run_program
 from tests.rank_pool import RankError
+from tests.toy import error_of
 
 TWO_BY_TWO = ((0, 1), (2, 3))
 ALGORITHMS = ["flat", "parallel_flat", "hierarchical", "two_level"]
 
 
-def error_of(wait):
-    """Words and seconds of what ``wait`` raises."""
-    start = time.monotonic()
-    try:
-        wait()
-    except RuntimeError as error:
-        words = str(error)
-        return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start  # not torch's own around
-    return "", time.monotonic() - start
+def error_and_time_of(wait):
+    """Words, without torch's own around them, and seconds of what `wait` raises."""
+    start, words = time.monotonic(), error_of(wait)
+    return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start
 
 
 # ---- the checksum ----------------------------------------------------------------------------------------------------
@@ -66,37 +61,40 @@ def test_the_hash_differs_where_sequences_do(one, other):
     assert (hashes[0].value == hashes[1].value) == (one == other)
 
 
-def swapped(algorithm, odd_rank, is_known):
-    """Two buckets of one size, handed over the other way round on one rank, in the first step or in a later one."""
-    engine = engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm))
-    if is_known:  # so that no bucket is new any more, in either order
-        for order in ((0, 1), (1, 0)):
-            for index in order:
-                engine.submit(torch.ones(40), bucket_index=index).wait()
-            engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait()
-    order = (1, 0) if dist.get_rank() == odd_rank else (0, 1)
-    for index in order:
-        engine.submit(torch.full((40,), 1.0 + index), bucket_index=index)
-    result = error_of(lambda: engine.submit(torch.ones(8), bucket_index=2, is_last=True).wait())
-    engine.close()
-    return result
+def another_order(algorithm, is_known):
+    return error_of_another_order(engine_over(TWO_BY_TWO, CommPlan(algorithm=algorithm)), is_known=is_known)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorithm, is_known):
-    results = four_ranks.run(swapped, algorithm, 2, is_known)
-    for text, waited_s in results:
+    for text in four_ranks.run(another_order, algorithm, is_known):
         assert "comm: rank 2 handed over bucket 1 (40 x float32" in text, text
         assert "where ranks 0, 1, 3 handed over bucket 0 (40 x float32" in text
-        assert waited_s < 15  # the time limit is 30 s
+
+
+def with_another_plan_and_other_software():
+    """Two errors: what is odd is rank 1's."""
+    plan, found, is_odd = CommPlan(chunk_bytes=2**19), consensus.software(), dist.get_rank() == 1
+    text = error_of(engine_over, TWO_BY_TWO, plan if is_odd else CommPlan(chunk_bytes=2**20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "software", lambda: found | ({"torch": "2.5.0"} if is_odd else {}))
+        return text, error_of(engine_over, TWO_BY_TWO, plan)
+
+
+def test_plans_and_software_that_differ_are_refused_on_every_rank(four_ranks):
+    of_plan = "the plan of communication must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
+    of_torch = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on ranks 0, 2, 3 and "
+    for texts in four_ranks.run(with_another_plan_and_other_software):
+        assert texts[0].startswith(f"ValueError: {of_plan}524288 on rank 1. ")
+        assert texts[1].startswith(f"ValueError: {of_torch}'2.5.0' on rank 1")
 
 
 def of_another_size(odd_rank):
     engine = engine_over(TWO_BY_TWO, CommPlan())
     numel = 41 if dist.get_rank() == odd_rank else 40
-    result = error_of(lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait())
+    result = error_and_time_of(lambda: engine.submit(torch.ones(numel), bucket_index=0, is_last=True).wait())
     engine.close()
     return result
 
@@ -109,103 +107,34 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_ran
         assert waited_s < 15  # the time limit is 30 s
 
 
-def with_another_plan():
-    plan = CommPlan(chunk_bytes=2**20 if dist.get_rank() != 1 else 2**19)
-    try:
-        engine_over(TWO_BY_TWO, plan)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_plans_that_differ_are_refused_on_every_rank(four_ranks):
-    message = (
-        "the plan of communication must be the same on all ranks: `chunk_bytes` is 1048576 on ranks 0, 2, 3 and "
-        "524288 on rank 1. "
-    )
-    assert all(text.startswith(message) for text in four_ranks.run(with_another_plan))
-
-
-def with_other_software():
-    found = consensus.software()
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(consensus, "software", lambda: found | {"torch": "2.5.0"})
-        try:
-            engine_over(((0, 1),), CommPlan())
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_software_that_differs_is_refused_on_every_rank(two_ranks):
-    message = f"the software must be the same on all ranks: `torch` is '{torch.__version__}' on rank 0 and '2.5.0' on r"
-    assert all(text.startswith(message) for text in two_ranks.run(with_other_software))
-
-
 # ---- dead and absent -------------------------------------------------------------------------------------------------
 
 
-def one_rank_ends(how, ended_rank, algorithm):
+def one_rank_ends(number, ended_rank, algorithm):
     nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
     engine = engine_over(nodes, CommPlan(algorithm=algorithm), timeout_s=2.0)
     engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait()
     dist.barrier()
     if dist.get_rank() == ended_rank:
-        if how == "leaves":
-            engine.close()
-            time.sleep(4)
-            return "", 0.0
-        os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
-    result = error_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait())
-    if how == "leaves":
-        engine.close()
-        return result
-    raise AssertionError(f"error: {result}")  # this way the pool prints it next to the dead rank's
+        os.kill(os.getpid(), number)
+    text, _ = error_and_time_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait())
+    raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
 
 
 @pytest.mark.slow  # the processes are started afresh after it
 @pytest.mark.parametrize(
-    ("world_size", "ended_rank", "algorithm"), [(2, 0, "flat"), pytest.param(4, 3, "two_level", marks=pytest.mark.long)]
+    ("number", "world_size", "ended_rank", "algorithm"),
+    [
+        (signal.SIGKILL, 2, 0, "flat"),
+        pytest.param(signal.SIGKILL, 4, 3, "two_level", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, 2, 1, "hierarchical", marks=pytest.mark.long),
+    ],
 )
-def test_a_rank_that_dies_is_named_on_all_others(rank_pool, world_size, ended_rank, algorithm):
+def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, number, world_size, ended_rank, algorithm):
     with pytest.raises(RankError) as raised:
-        rank_pool.ranks(world_size).run(one_rank_ends, "dies", ended_rank, algorithm, grace_s=10.0)
-    text = f"error: ('comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
+        rank_pool.ranks(world_size).run(one_rank_ends, number, ended_rank, algorithm, timeout_s=40.0, grace_s=10.0)
+    text = f"error: comm: rank {ended_rank} does not answer: its process is dead, stopped or unreachable. rank"
     assert str(raised.value).count(text) == world_size - 1, str(raised.value)
-
-
-@pytest.mark.long
-def test_a_rank_that_was_stopped_is_named_on_the_other(two_ranks):
-    with pytest.raises(RankError) as raised:
-        two_ranks.run(one_rank_ends, "stops", 1, "hierarchical", timeout_s=40.0, grace_s=1.0)
-    assert str(raised.value).count("error: ('comm: rank 1 does not answer") == 1, str(raised.value)
-
-
-@pytest.mark.long
-def test_a_rank_that_left_is_named_on_all_others(four_ranks):
-    results = four_ranks.run(one_rank_ends, "leaves", 1, "two_level")
-    for rank in (0, 2, 3):
-        text, waited_s = results[rank]
-        assert text.startswith("comm: rank 1 has left: closed the engine while others still averaged. ")
-        assert waited_s < 20
-
-
-def gives_up(rank):
-    engine = engine_over(TWO_BY_TWO, CommPlan())
-    if dist.get_rank() == rank:
-        engine.abort("OutOfMemoryError: no room")
-        engine.abort("later")
-    result = error_of(lambda: engine.submit(torch.ones(4), bucket_index=0, is_last=True).wait())
-    engine.close()
-    engine.abort("too late")
-    return result
-
-
-def test_a_rank_that_gives_up_tells_the_others(four_ranks):
-    for text, waited_s in four_ranks.run(gives_up, 1):
-        assert text.startswith("comm: rank 1 gave up: OutOfMemoryError: no room")
-        assert waited_s < 15  # the time limit is 30 s
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------
@@ -221,7 +150,7 @@ def train_fail_and_train_again():
     x = torch.full((1, 4), 1.0 + dist.get_rank())
     if dist.get_rank() == 1:
         engine.abort("a test")
-    texts = [error_of(lambda: model(x).sum().backward())[0] for _ in range(1)]
+    text, _ = error_and_time_of(lambda: model(x).sum().backward())
     engine.close()
     dist.barrier()
     state.engine = engine_over(((0, 1),), CommPlan())
@@ -229,12 +158,12 @@ def train_fail_and_train_again():
     model.zero_grad()
     model(x).sum().backward()
     state.engine.close()
-    return texts, model.module.weight.grad.tolist()
+    return text, model.module.weight.grad.tolist()
 
 
 def test_after_a_failure_the_same_model_trains_again(two_ranks):
-    for texts, grad in two_ranks.run(train_fail_and_train_again):
-        assert all("comm: rank 1 gave up: a test" in text for text in texts)
+    for text, grad in two_ranks.run(train_fail_and_train_again):
+        assert text.startswith("comm: rank 1 gave up: a test")
         assert grad == [[1.5] * 4]
 
 
@@ -290,18 +219,12 @@ def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit(tmp_path)
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):
-    plan = CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3)
-    engine = engine_over(nodes, plan)
-    futures = [
-        engine.submit(
-            integers(dist.get_rank(), numel, dtype, seed=index), bucket_index=index, is_last=index == len(numels) - 1
-        )
-        for index, numel in enumerate(numels)
-    ]
-    are_right = [
-        torch.equal(future.wait(), sum_of_integers(dist.get_world_size(), numel, dtype, seed=index))
-        for index, (future, numel) in enumerate(zip(futures, numels, strict=True))
-    ]
+    engine = engine_over(nodes, CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3))
+    flats = [integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)]
+    last = len(flats) - 1
+    futures = [engine.submit(flat, bucket_index=i, is_last=i == last) for i, flat in enumerate(flats)]
+    expected = [sum_of_integers(dist.get_world_size(), n, dtype, seed=index) for index, n in enumerate(numels)]
+    are_right = [torch.equal(future.wait(), one) for future, one in zip(futures, expected, strict=True)]
     chunks = [bucket.num_chunks for bucket in engine.buckets]
     engine.close()
     return are_right, chunks
@@ -311,52 +234,32 @@ def chunked_sums(algorithm, nodes, numels, dtype):
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
+    """The last carries the checksum: small, empty, or larger than its limit."""
     numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
-    for last in (
-        numels,
-        numels[::-1],
-        [1_200_017],
-    ):  # the last carries the checksum: small, empty, or larger than its limit
+    for last in (numels, numels[::-1], [1_200_017]):
         for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
             assert are_right == [True] * len(last)
 
 
-def open_use_close():
-    engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
-    engine.submit(torch.ones(10), bucket_index=0, is_last=True).wait()
-    engine.close()
-
-
-def growth_over_engines(num_cycles):
-    return growth(open_use_close, num_warm_up=5, num_cycles=num_cycles)
-
-
-@pytest.mark.long
-def test_50_engines_leave_no_thread_no_group_and_no_file_behind(two_ranks):
-    for more in two_ranks.run(growth_over_engines, 50):
-        assert all(more[name] <= 0 for name in ("threads", "groups", "files")), more
-
-
 # ---- diagnosis -------------------------------------------------------------------------------------------------------
 
-AT_TWO = RankStatus(num_submitted=2, order="b", place="bucket 1 in stage `ring`", recent=("x", "y"), is_inside=True)
-OUTSIDE = RankStatus(num_submitted=2, order="b", place="bucket 1 waiting for stage `ring`", recent=("x", "y"))
-INSIDE_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`", recent=("x",), is_inside=True)
-WAITING_ONE = RankStatus(num_submitted=1, order="a", place="bucket 0 waiting for stage `ring`", recent=("x",))
-IN_HOOK, IN_LOADER, IN_BARRIER, IN_GATHER = (
-    RankStatus(num_submitted=2, order="b", place=f"{IDLE}, in {where}", recent=("x", "y"), is_inside="called" in where)
-    for where in (
-        "`hook` (a.py:3)",
-        "`load` (b.py:5)",
-        "`barrier`, called by `c` (c.py:7)",
-        "`x`, called by `d` (d.py:9)",
-    )
-)
-AT_ONE = RankStatus(num_submitted=1, order="a", place="with no bucket in flight", recent=("x",))
-OTHER_BUCKET = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `ring`", recent=("x", "z"))
-LONG_AGO = RankStatus(num_submitted=2, order="d", place="bucket 1 in stage `ring`", recent=("x", "y"))
+
+def at(place, num=2, order="b", recent="xy", *, is_inside=False):
+    return RankStatus(num_submitted=num, order=order, place=place, recent=tuple(recent), is_inside=is_inside)
+
+
+RING, WAITS = "in stage `ring`", "waiting for stage `ring`"
+AT_TWO, OUTSIDE = at(f"bucket 1 {RING}", is_inside=True), at(f"bucket 1 {WAITS}")
+INSIDE_ONE, WAITING_ONE = at(f"bucket 0 {RING}", 1, "a", "x", is_inside=True), at(f"bucket 0 {WAITS}", 1, "a", "x")
+AT_ONE = at("with no bucket in flight", 1, "a", "x")
+IN_HOOK, IN_LOADER = at(f"{IDLE}, in `hook` (a.py:3)"), at(f"{IDLE}, in `load` (b.py:5)")
+IN_BARRIER = at(f"{IDLE}, in `barrier`, called by `c` (c.py:7)", is_inside=True)
+IN_GATHER = at(f"{IDLE}, in `x`, called by `d` (d.py:9)", is_inside=True)
+OTHER_BUCKET, LONG_AGO = at(f"bucket 1 {RING}", order="c", recent="xz"), at(f"bucket 1 {RING}", order="d")
 LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
+BEHIND = "stands behind: 1 buckets handed over where others have 2; now"
+ABSENT = "does not come to the collective in which others wait; now"
 
 
 @pytest.mark.parametrize(
@@ -365,20 +268,17 @@ LEFT = RankStatus(num_submitted=2, order="b", place="gone", has_left=True)
         ([AT_TWO, None, AT_TWO], "rank 1 does not answer: its process is dead"),
         ([None, None, AT_TWO], "ranks 0, 1 do not answer: their processes are dead"),
         ([AT_TWO, LEFT, AT_TWO], "rank 1 has left"),
-        ([AT_TWO, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
-        ([INSIDE_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
-        ([WAITING_ONE, AT_ONE, AT_TWO], "rank 1 stands behind: 1 buckets handed over where others have 2; now with no"),
-        ([INSIDE_ONE, AT_TWO, AT_TWO], "rank 0 stands behind: 1 buckets handed over where others have 2; now bucket 0"),
-        ([AT_TWO, OUTSIDE, AT_TWO], "rank 1 does not come to the collective in which others wait; now bucket 1 waitin"),
+        ([AT_TWO, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
+        ([INSIDE_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
+        ([WAITING_ONE, AT_ONE, AT_TWO], f"rank 1 {BEHIND} with no"),
+        ([INSIDE_ONE, AT_TWO, AT_TWO], f"rank 0 {BEHIND} bucket 0"),
+        ([AT_TWO, OUTSIDE, AT_TWO], f"rank 1 {ABSENT} bucket 1 waitin"),
         ([OUTSIDE, OUTSIDE], "every rank answers, and none is in a collective: ranks 0, 1: bucket 1 waiting for"),
         ([AT_TWO, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where ranks 0, 1 handed over y"),
         ([AT_ONE, AT_TWO, OTHER_BUCKET], "rank 2 handed over z where rank 1 handed over y"),
         ([AT_TWO, LONG_AGO, AT_TWO], "rank 1 handed over something else, longer ago than is remembered,"),
         ([IN_HOOK, IN_LOADER], "every rank answers, and none is in a collective: rank 0: with no bucket in flight, in"),
-        (
-            [IN_BARRIER, IN_HOOK],
-            "rank 1 does not come to the collective in which others wait; now with no bucket in fl",
-        ),
+        ([IN_BARRIER, IN_HOOK], f"rank 1 {ABSENT} with no bucket in fl"),
         (
             [IN_BARRIER, IN_GATHER],
             "ranks wait in different collectives: rank 0: with no bucket in flight, in `barrier`",

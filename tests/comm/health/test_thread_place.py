@@ -1,7 +1,5 @@
 """A rank that hangs outside of the engine is named with its place, whatever collective the others wait in."""
 
-from __future__ import annotations
-
 import threading
 import time
 

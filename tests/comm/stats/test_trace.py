@@ -1,5 +1,5 @@
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,47 +18,42 @@ class Clock:
         return self.now_s
 
 
+def traced(**options):
+    return CommTrace(clock=(clock := Clock()), **options), clock
+
+
+def play(clock, *calls):
+    """Each at its time."""
+    for clock.now_s, call, *args in calls:
+        call(*args)
+
+
+def begins(trace, num_bytes=1, *, is_last=False, **more):
+    return lambda: trace.begin(num_bytes=num_bytes, is_last=is_last, **more)
+
+
 def test_busy_is_the_union_and_exposed_the_tail_of_each_step():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    # A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13.
-    for at_s, call in [
-        (1, lambda: trace.begin(num_bytes=100, is_last=False)),
-        (3, lambda: trace.begin(num_bytes=10, is_last=True)),
-        (4, trace.end),
-        (6, trace.end),
-        (10, lambda: trace.begin(num_bytes=1, is_last=False)),
-        (11, trace.end),
-        (12, lambda: trace.begin(num_bytes=1, is_last=True)),
-        (13, trace.end),
-    ]:
-        clock.now_s = at_s
-        call()
+    """A step: buckets in flight 1-4 and 3-6, backward over at 3; a pause; 10-11 and, the last, 12-13."""
+    trace, clock = traced()
+    play(clock, (1, begins(trace, 100)), (3, begins(trace, 10, is_last=True)), (4, trace.end), (6, trace.end))
+    play(clock, (10, begins(trace)), (11, trace.end), (12, begins(trace, is_last=True)), (13, trace.end))
     clock.now_s = 20
     assert trace.drain() == CommSummary(num_steps=2, num_buckets=4, num_bytes=112, busy_s=7.0, exposed_s=4.0)
     assert trace.drain() == CommSummary(num_steps=0, num_buckets=0, num_bytes=0, busy_s=0.0, exposed_s=0.0)
+    assert trace.drain().achieved_bytes_per_s is None
 
 
 def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    trace.begin(num_bytes=1, is_last=False)
-    trace.begin(num_bytes=1, is_last=True)
-    clock.now_s = 1
-    trace.end()
-    clock.now_s = 5
-    trace.end()
+    trace, clock = traced()
+    play(clock, (0, begins(trace)), (0, begins(trace, is_last=True)), (1, trace.end), (5, trace.end))
     assert trace.drain().exposed_s == 5.0
 
 
 def test_draining_in_mid_flight_splits_the_times():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    trace.begin(num_bytes=1, is_last=True)
-    clock.now_s = 2
+    trace, clock = traced()
+    play(clock, (0, begins(trace, is_last=True)), (2, int))
     first = trace.drain()
-    clock.now_s = 5
-    trace.end()
+    play(clock, (5, trace.end))
     second = trace.drain()
     assert (first.busy_s, first.exposed_s, first.num_buckets) == (2.0, 2.0, 1)
     assert (second.busy_s, second.exposed_s, second.num_buckets) == (3.0, 3.0, 0)
@@ -66,21 +61,12 @@ def test_draining_in_mid_flight_splits_the_times():
 
 def test_buckets_replayed_from_device_times_count_as_if_seen():
     """The same buckets, as their times come and all at once."""
-    clock = Clock()
-    seen, replayed = CommTrace(clock=clock, keep_events=True), CommTrace(keep_events=True)
+    (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
     one_step(seen, clock)
-    events = [event for event in seen._events if event["row"] == "buckets"]
-    times = {int(event["name"].split()[1]): (event["ts"] / 1e6, event["dur"] / 1e6) for event in events}
-    last = max(times)
+    times = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in seen._events if event["row"] == "buckets"]
     replayed.replay(
-        DeviceTimes(
-            bucket=bucket(index),
-            traffic=TRAFFIC,
-            is_last=index == last,
-            ready_s=begin_s,
-            done_s=begin_s + taken_s,
-        )
-        for index, (begin_s, taken_s) in times.items()
+        DeviceTimes(bucket=bucket(i), traffic=TRAFFIC, is_last=i == 1, ready_s=begin_s, done_s=begin_s + taken_s)
+        for i, (begin_s, taken_s) in enumerate(times)
     )
     assert replayed._events == seen._events
     assert replayed.drain() == seen.drain()
@@ -102,51 +88,35 @@ def test_counts_survive_many_threads():
             trace.begin(num_bytes=3, is_last=False)
             trace.end()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    drained = [trace.drain() for _ in range(50)]
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(work)
+        drained = [trace.drain() for _ in range(50)]
     drained.append(trace.drain())
     assert sum(summary.num_buckets for summary in drained) == 8000
     assert sum(summary.num_bytes for summary in drained) == 24000
     assert all(summary.busy_s >= 0 for summary in drained)
 
 
-def bucket(index, num_bytes=8):
-    return BucketPlan(
-        index=index, numel=num_bytes // 4, num_bytes=num_bytes, dtype="float32", algorithm="flat", num_chunks=1
-    )
+def bucket(index, num_bytes=8, kind=BucketPlan, **more):
+    plan = {"numel": num_bytes // 4, "num_bytes": num_bytes, "dtype": "float32", "algorithm": "flat", "num_chunks": 1}
+    return kind(index=index, **plan, **more)
 
 
 def test_each_bucket_is_exposed_from_the_one_done_before_it():
     """Submitted at 0, 1 and, the last, 2; done at 1.5 (hidden by backward), 4 and 7."""
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    trace.begin(num_bytes=8, is_last=False)
-    clock.now_s = 1
-    trace.begin(num_bytes=8, is_last=False)
-    clock.now_s = 1.5
-    trace.end(bucket(0))
-    clock.now_s = 2
-    trace.begin(num_bytes=8, is_last=True)
-    for clock.now_s, index in ((4, 1), (7, 2)):
-        trace.end(bucket(index))
+    trace, clock = traced()
+    play(clock, (0, begins(trace, 8)), (1, begins(trace, 8)), (1.5, trace.end, bucket(0)))
+    play(clock, (2, begins(trace, 8, is_last=True)), (4, trace.end, bucket(1)), (7, trace.end, bucket(2)))
     summary = trace.drain()
     assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
 
 
 def test_the_achieved_rate_is_the_least_bytes_by_the_time_in_flight():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    trace.begin(num_bytes=100, is_last=True, traffic=Traffic(least_across=150.0))
-    clock.now_s = 2
-    trace.end(bucket(0))
-    summary = trace.drain()
-    assert summary.achieved_bytes_per_s == pytest.approx(75.0)
-    assert trace.drain().achieved_bytes_per_s is None
+    trace, clock = traced()
+    play(clock, (0, begins(trace, is_last=True, traffic=Traffic(least_across=150.0))), (2, trace.end, bucket(0)))
+    assert trace.drain().achieved_bytes_per_s == pytest.approx(75.0)
 
 
 TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
@@ -163,47 +133,30 @@ def one_step(trace, clock, *, num_bytes=8):
         trace.end(bucket(index, num_bytes), start_s + index, TRAFFIC)
 
 
-def bucket_summary(index, num_times, in_flight_s, exposed_s, num_bytes=8):
-    return BucketSummary(
-        index=index,
-        numel=num_bytes // 4,
-        num_bytes=num_bytes,
-        dtype="float32",
-        algorithm="flat",
-        num_chunks=1,
-        traffic=TRAFFIC,
-        num_times=num_times,
-        in_flight_s=in_flight_s,
-        exposed_s=exposed_s,
-    )
+def bucket_summary(index, num_times, in_flight_s, exposed_s):
+    times = {"num_times": num_times, "in_flight_s": in_flight_s, "exposed_s": exposed_s}
+    return bucket(index, kind=BucketSummary, traffic=TRAFFIC, **times)
 
 
 def test_each_bucket_has_its_time_in_flight_and_links_their_bytes():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
+    trace, clock = traced()
     one_step(trace, clock)
     one_step(trace, clock)
-    assert trace.drain() == CommSummary(
-        num_steps=2,
-        num_buckets=4,
-        num_bytes=32,
-        busy_s=10.0,
-        exposed_s=8.0,
-        least_bytes_across=40.0,
-        bytes_across=60.0,
-        bytes_inside=80.0,
-        buckets=(bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0)),
-    )
+    counts = {"num_steps": 2, "num_buckets": 4, "num_bytes": 32, "busy_s": 10.0, "exposed_s": 8.0}
+    links = {"least_bytes_across": 40.0, "bytes_across": 60.0, "bytes_inside": 80.0}
+    buckets = (bucket_summary(0, 2, 4.0, 2.0), bucket_summary(1, 2, 8.0, 6.0))
+    summary = trace.drain()
+    assert summary == CommSummary(**counts, **links, buckets=buckets)
+    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary  # in a checkpoint
 
 
 def test_the_total_is_that_of_all_windows():
-    clock = Clock()
-    drained, never = CommTrace(clock=clock), CommTrace(clock=clock)
+    (drained, clock), (never, other_clock) = traced(), traced()
     summaries = []
     for num_bytes in (8, 8, 16):  # DDP builds its buckets again after the first step
-        for trace in (drained, never):
-            clock.now_s = 0
-            one_step(trace, clock, num_bytes=num_bytes)
+        for trace, its_clock in ((drained, clock), (never, other_clock)):
+            its_clock.now_s = 0
+            one_step(trace, its_clock, num_bytes=num_bytes)
         summaries.append(drained.drain())
     assert drained.total() == never.total() == summaries[0] + summaries[1] + summaries[2]
     assert [b.num_times for b in never.total().buckets] == [2, 1, 2, 1]
@@ -212,19 +165,10 @@ def test_the_total_is_that_of_all_windows():
 
 
 def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
-    clock = Clock()
-    timed = CommTrace(clock=clock)
+    timed, clock = traced()
     one_step(timed, clock)
     untimed = CommSummary(
-        num_steps=1,
-        num_buckets=1,
-        num_bytes=8,
-        busy_s=None,
-        exposed_s=None,
-        least_bytes_across=TRAFFIC.least_across,
-        bytes_across=TRAFFIC.across,
-        bytes_inside=TRAFFIC.inside,
-        buckets=(bucket_summary(0, 1, None, None),),
+        num_buckets=1, busy_s=None, exposed_s=None, bytes_across=15.0, buckets=(bucket_summary(0, 1, None, None),)
     )
     total = timed.drain() + untimed
     assert (total.num_buckets, total.bytes_across, total.busy_s, total.exposed_s) == (3, 45.0, None, None)
@@ -232,23 +176,17 @@ def test_an_untimed_part_makes_the_sums_times_unknown_and_keeps_its_counts():
     assert total.achieved_bytes_per_s is None
 
 
-def test_a_summary_travels_in_a_checkpoint():
-    clock = Clock()
-    trace = CommTrace(clock=clock)
-    one_step(trace, clock)
-    summary = trace.total()
-    assert CommSummary.from_state_dict(json.loads(json.dumps(summary.state_dict()))) == summary
-
-
 def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
-    clock = Clock()
-    trace = CommTrace(clock=clock, keep_events=True)
-    began_s = trace.begin(num_bytes=8, is_last=False)
-    clock.now_s = 1
-    trace.begin(num_bytes=16, is_last=True)
-    clock.now_s = 3
-    trace.stage(bucket(0), "all_reduce", 0, 0.5, 4)
-    trace.end(bucket(0), began_s)
+    (trace, clock), (off, _) = traced(keep_events=True), traced()
+    for each in (trace, off):
+        clock.now_s = 0
+        began_s = each.begin(num_bytes=8, is_last=False)
+        clock.now_s = 1
+        each.begin(num_bytes=16, is_last=True)
+        clock.now_s = 3
+        each.stage(bucket(0), "all_reduce", 0, 0.5, 4)
+        each.end(bucket(0), began_s)
+    assert off._events == []
     trace.write(tmp_path / "deeper" / "rank2.json", rank=2)
     events = json.loads((tmp_path / "deeper" / "rank2.json").read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -259,11 +197,3 @@ def test_a_timeline_holds_backward_buckets_and_stages(tmp_path):
         ("buckets", "bucket 0", 0.0, 3e6, 8),
     ]
     assert {event["pid"] for event in events} == {2}
-
-
-def test_events_are_off_by_default():
-    trace = CommTrace()
-    trace.begin(num_bytes=8, is_last=True)
-    trace.stage(bucket(0), "all_reduce", 0, 0.0, 8)
-    trace.end(bucket(0))
-    assert trace._events == []

@@ -1,7 +1,5 @@
 """Tuning on real ranks, with planted step times: all change plan at once, sums stay right."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from recipes.datasets.packing import Packing
+
 CLASSES = ("n01", "n02", "n03")
 
 
@@ -45,3 +47,11 @@ def write_root(root: Path, num_train: int = 26, num_val: int = 7) -> Path:
     write_split(root / "train", num_train)
     write_split(root / "val", num_val, first=1000)
     return root
+
+
+def packed(root: Path, out: Path, **changes) -> Path:
+    """Both splits in several shards; `changes` are the packer's options."""
+    options = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 9000}
+    options |= {"max_corrupt_images": 0, "num_threads": 1, "verify": False}
+    Packing(root=str(root), out=str(out), **options | changes).run()
+    return out

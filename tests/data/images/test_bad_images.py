@@ -15,8 +15,7 @@ from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
 from lightning_hybrid.data.images.source import DecodedImages, ImageSource
-from recipes.datasets.packing import Packing
-from tests.data.images.pictures import image_of, pixels_of, write_root
+from tests.data.images.pictures import image_of, packed, pixels_of, write_root
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
 
@@ -28,9 +27,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def shards(root, tmp_path):
-    options = {"seed": 0, "short_side": None, "quality": 90, "max_corrupt_images": 0, "num_threads": 1, "verify": False}
-    Packing(root=str(root), out=str(tmp_path / "packed"), splits=["train", "val"], shard_bytes=9000, **options).run()
-    return tmp_path / "packed"
+    return packed(root, tmp_path / "packed")
 
 
 def module_of(root, **changes):
@@ -39,83 +36,70 @@ def module_of(root, **changes):
     return module
 
 
-# ---- before work starts ----------------------------------------------------------------------------------------------
+def put(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"tar")
 
 
-def no_such_folder(root):
-    shutil.rmtree(root)
-    return r"there is no such folder"
-
-
-def one_level_too_deep(root):
-    (root / "val").rename(root.parent / "val")
-    return r"must hold train/ and val/: val/ is missing\."
-
-
-def archives_in_place_of_a_split(root):
-    shutil.rmtree(root / "val")
-    (root / "ILSVRC2012_img_val.tar").write_bytes(b"tar")
-    return r"val/ is missing; ILSVRC2012_img_val\.tar is to be unpacked first"
-
-
-def half_unpacked_classes(root):
-    for number in range(4, 9):
-        (root / "train" / f"n0{number}.tar").write_bytes(b"tar")
-    return r"must be unpacked: train/ holds n04\.tar, n05\.tar, n06\.tar and 2 more"
-
-
-def validation_as_it_comes_out_of_the_archive(root):
-    for path in (root / "val").glob("*/*"):
-        path.rename(root / "val" / path.name)
-    return r"must have each image in the folder of its class: val/ holds 01000\.JPEG, .* and 2 more.*valprep"
-
-
-def an_empty_class(root):
-    shutil.rmtree(root / "train" / "n02")
-    (root / "train" / "n02").mkdir()
-    return r"must have images in each class folder: train/ has none in n02"
-
-
-def no_class_at_all(root):
-    shutil.rmtree(root / "train")
-    (root / "train").mkdir()
-    return r"must have a folder per class: train/ has none"
-
-
-def other_classes_in_validation(root):
-    (root / "val" / "n02").rename(root / "val" / "n04")
-    return r"same classes in train/ and val/: n02 only in train/; n04 only in val/"
-
-
-def more_classes_than_the_network_has(root):
+def a_class_more(root):
     for split in ("train", "val"):
         shutil.copytree(root / split / "n03", root / split / "n04")
-    return r"`num_classes` \(=3\) must be the number of classes.*there are 4\. Set model\.num_classes=4"
 
 
-INCOMPLETE = [
-    no_such_folder,
-    one_level_too_deep,
-    archives_in_place_of_a_split,
-    half_unpacked_classes,
-    validation_as_it_comes_out_of_the_archive,
-    an_empty_class,
-    no_class_at_all,
-    other_classes_in_validation,
-    more_classes_than_the_network_has,
-]
+def classes_left_out(root):
+    for path in (root / "val").glob("*/*"):
+        path.rename(root / "val" / path.name)
 
 
-@pytest.mark.parametrize("spoil", INCOMPLETE, ids=lambda spoil: spoil.__name__)
-def test_an_incomplete_set_is_refused_with_what_is_there(root, spoil):
-    with pytest.raises(ValueError, match=spoil(root)):
+ARCHIVES = [f"n0{number}.tar" for number in range(4, 9)]
+INCOMPLETE = {
+    "no folder": (shutil.rmtree, r"there is no such folder"),
+    "a level too deep": (
+        lambda root: (root / "val").rename(root.parent / "val"),
+        r"must hold train/ and val/: val/",
+    ),
+    "an archive in place of a split": (
+        lambda root: (shutil.rmtree(root / "val"), put(root, "ILSVRC2012_img_val.tar")),
+        r"val/ is missing; ILSVRC2012_img_val\.tar is to be unpacked first",
+    ),
+    "half unpacked": (
+        lambda root: put(root / "train", *ARCHIVES),
+        r"train/ holds n04\.tar, n05\.tar, n06\.tar",
+    ),
+    "validation as in its archive": (
+        classes_left_out,
+        r"must have each image in the folder of its class: val/ holds 01000\.JPEG, .* and 2 more.*valprep",
+    ),
+    "an empty class": (
+        lambda root: (shutil.rmtree(root / "train" / "n02"), put(root / "train" / "n02")),
+        r"must have images in each class folder: train/ has none in n02",
+    ),
+    "no class": (
+        lambda root: (shutil.rmtree(root / "train"), put(root / "train")),
+        r"a folder per class: train/ has",
+    ),
+    "other classes in validation": (
+        lambda root: (root / "val" / "n02").rename(root / "val" / "n04"),
+        r"same classes in train/ and val/: n02 only in train/; n04 only in val/",
+    ),
+    "a class more than the network has": (
+        a_class_more,
+        r"`num_classes` \(=3\) must be the number of classes.*there are 4\. Set model\.num_classes=4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), INCOMPLETE.values(), ids=INCOMPLETE)
+def test_an_incomplete_set_is_refused_with_what_is_there(root, spoil, message):
+    spoil(root)
+    with pytest.raises(ValueError, match=message):
         module_of(root)
 
 
 def test_archives_and_strange_files_beside_what_was_unpacked_do_no_harm(root):
-    (root / "train" / "n01.tar").write_bytes(b"tar")
-    (root / "train" / "n01" / "._00000.JPEG").write_bytes(b"of a Mac")
-    (root / "train" / "n01" / "notes.txt").write_bytes(b"x")
+    put(root / "train", "n01.tar")
+    put(root / "train" / "n01", "._00000.JPEG", "notes.txt")
     assert module_of(root).train_rows.num_images == 17
 
 
@@ -158,12 +142,8 @@ def test_a_damaged_index_is_refused(shards, name):
         module_of(shards)
 
 
-# ---- in training -----------------------------------------------------------------------------------------------------
-
 SPOILED = {
-    "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-200]),
-    "text": lambda path: path.write_bytes(b"404 not found"),
     "unreadable": lambda path: (path.unlink(), path.symlink_to("/nowhere/at/all")),
 }
 
@@ -276,10 +256,6 @@ def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3))
     rows_of(OneSound(3), decoder="simplejpeg").load(3, torch.zeros(3, 16, 16, dtype=torch.uint8), epoch=0)
     assert used == ["simplejpeg"]
-
-
-def test_a_sound_set_needs_no_allowance(root):
-    assert len(list(module_of(root, max_corrupt_images=0).train_dataloader())) == 2
 
 
 def test_a_flipped_bit_in_a_shard_is_found_when_read(shards, caplog):

@@ -59,15 +59,6 @@ def test_sixteen_bits_keep_the_upper_eight(decoder):
     assert np.array_equal(pixels, np.repeat((levels >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
 
 
-@both_decoders
-def test_what_cannot_be_undone_from_a_palette_or_transparency_is_dropped(decoder):
-    image = Image.fromarray(pixels_of(5))
-    for mode in ("P", "RGBA"):
-        buffer = io.BytesIO()
-        image.convert(mode).save(buffer, format="PNG")
-        assert decode_rgb(buffer.getvalue(), decoder=decoder).shape == (40, 56, 3)
-
-
 BROKEN = {
     "empty": b"",
     "text": b"404 not found",
@@ -90,11 +81,6 @@ def test_a_flaw_that_libjpeg_can_pass_over_is_shown_as_pillow_shows_it(decoder):
     assert np.array_equal(decode_rgb(data, decoder=decoder), with_pillow(data))
 
 
-def test_pillow_needs_nothing_else(monkeypatch):
-    monkeypatch.setattr(decode, "simplejpeg", None)
-    assert np.array_equal(decode_rgb(image_of(1), decoder="pillow"), with_pillow(image_of(1)))
-
-
 def test_re_encoding_is_close_to_what_it_was():
     pixels = pixels_of(2)
     data = encode_jpeg(pixels, quality=90)
@@ -106,5 +92,6 @@ def test_re_encoding_is_close_to_what_it_was():
 def test_a_decoder_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(decode, "simplejpeg", None)
     assert decode.default_decoder() == "pillow"
+    assert np.array_equal(decode_rgb(image_of(1), decoder="pillow"), with_pillow(image_of(1)))
     with pytest.raises(ValueError, match=r"`decoder` \(='simplejpeg'\) must be installed: pip install"):
         check_decoder("simplejpeg")

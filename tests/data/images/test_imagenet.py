@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from functools import partial
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
-from lightning_hybrid.data.prefetch import prefetch
-from recipes.datasets.packing import Packing
 from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
-from tests.data.images.pictures import write_root
+from tests.data.images.pictures import packed, write_root
 from tests.scenes import Saves, at, fit
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
@@ -78,66 +73,30 @@ def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
     assert not same(first, read(module_of(root, seed=6).train_dataloader()))
 
 
-@pytest.mark.parametrize("stop", [1, 2])
-def test_a_resumed_epoch_gives_the_same_pixels(root, stop):
-    whole = read(module_of(root).train_dataloader())
-    loader = module_of(root).train_dataloader()
-    iterator = iter(loader)
-    for _ in range(stop):
-        next(iterator)
-    resumed = module_of(root).train_dataloader()
-    resumed.load_state_dict(loader.state_dict())  # threads were ahead: their work does not count
-    assert same(whole[stop:], read(resumed))
-
-
-def test_an_epoch_that_is_left_in_the_middle_leaves_no_thread(root):
-    loader = prefetch(module_of(root, num_batches_ahead=1).train_dataloader(), torch.device("cpu"))
-    next(iter(loader))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
-
-
-def test_a_loader_survives_pickling(root):
-    loader = module_of(root).train_dataloader()
-    assert same(read(pickle.loads(pickle.dumps(loader))), read(loader))
-
-
-def pack(root, out, **changes):
-    options = {"root": str(root), "out": str(out), "splits": ["train", "val"], "seed": 0, "short_side": None}
-    options |= {"quality": 90, "shard_bytes": 12_000, "max_corrupt_images": 0, "num_threads": 2, "verify": True}
-    return Packing(**options | changes)
-
-
 def by_name(module):
-    """Label and decoded training view of every image, by the image's name."""
-    rows = module.train_rows
-    found = {}
-    for index in range(rows.num_images):
-        row = torch.zeros(3, 16, 16, dtype=torch.uint8)
-        label = rows.load(index, row, epoch=0)
-        found[rows.source.name(index).split("/")[-1].split(":")[-1]] = (label, rows.source.read(index))
-    return found
+    """Label and file of every image, by the image's name."""
+    source, row = module.train_rows.source, torch.zeros(3, 16, 16, dtype=torch.uint8)
+    return {
+        source.name(index).split("/")[-1].split(":")[-1]: (
+            module.train_rows.load(index, row, epoch=0),
+            source.read(index),
+        )
+        for index in range(module.train_rows.num_images)
+    }
 
 
-def test_packed_images_are_the_same_images(root, tmp_path):
-    pack(root, tmp_path).run()
+def test_packed_images_are_the_same_images_and_counted_alike(root, tmp_path):
+    modules = module_of(root), module_of(packed(root, tmp_path))
     assert len(list((tmp_path / "train").glob("shard-*.bin"))) > 1
-    folder, shards = by_name(module_of(root)), by_name(module_of(tmp_path))
-    assert folder == {name.split("/")[-1]: value for name, value in shards.items()}
-    assert module_of(tmp_path).train_rows.source.classes == ("n01", "n02", "n03")
-
-
-def test_classes_and_images_are_counted_alike_in_folders_and_shards(root, tmp_path):
-    pack(root, tmp_path).run()
-    for place in (root, tmp_path):
-        assert count_classes(str(place)) == 3
-        module = module_of(place)
-        assert (module.num_train_images_up_to(10), module.num_train_images_up_to(100)) == (10, 26)
+    folder, shards = map(by_name, modules)
+    assert folder == shards
+    assert {len(folder), *(module.num_train_images_up_to(100) for module in modules)} == {26}
+    assert [module.num_train_images_up_to(10) for module in modules] == [10, 10]
+    assert [count_classes(str(place)) for place in (root, tmp_path)] == [3, 3]
+    assert modules[1].train_rows.source.classes == ("n01", "n02", "n03")
     (tmp_path / "train" / "index.npz").write_bytes(b"cut short")
     with pytest.raises(ValueError, match=r"index of shards\) is damaged"):
         count_classes(str(tmp_path))
-
-
-# ---- under Lightning -------------------------------------------------------------------------------------------------
 
 
 class Remembers(pl.LightningModule):
@@ -175,7 +134,7 @@ def remembered(trainer, module):
 AT_THE_END = at(on_train_end=remembered)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
 def test_a_step_gets_the_same_bits_with_and_without_prefetcher(one_rank, root, precision):
     if precision == "16-mixed" and not torch.cuda.is_available():
         precision = "bf16-mixed"
@@ -211,9 +170,6 @@ def test_a_callback_finds_the_time_waited_for_data_through_the_trainer(one_rank,
     assert all(0 <= wait_s < 30 for wait_s in waits_s)
 
 
-# ---- noise -----------------------------------------------------------------------------------------------------------
-
-
 def synthetic(**changes) -> SyntheticImageNetDataModule:
     options = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
     options |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
@@ -222,40 +178,32 @@ def synthetic(**changes) -> SyntheticImageNetDataModule:
     return module
 
 
-def test_noise_keeps_the_contract_of_the_loaders(root):
+def test_noise_keeps_the_contract_of_the_loaders_and_has_imagenets_length_without_storing_it(root):
     module = synthetic()
     batches = read(module.train_dataloader())
     assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
-    images = torch.cat([images for images, _ in batches])
-    labels = torch.cat([labels for _, labels in batches])
+    images, labels = (torch.cat(each) for each in zip(*batches, strict=True))
     assert len({(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}) == 5
     assert same(batches, read(synthetic().train_dataloader()))
     assert not same(batches, read(synthetic(seed=6).train_dataloader()))
     assert module.train_dataloader().state_dict().keys() == module_of(root).train_dataloader().state_dict().keys()
     assert sum(len(labels) for _, labels in module.val_dataloader()) == 7
-
-
-def test_an_epoch_of_noise_has_imagenets_length_without_storing_it():
-    module = SyntheticImageNetDataModule(global_batch_size=65_536, seed=0, image_size=4)
-    module.setup("fit")
-    assert len(module.train_dataloader()) == 19
-    assert len(module.train_rows._images) == 256
-    assert sum(map(len, module.val_dataloader().shares)) == 50_000
+    whole = SyntheticImageNetDataModule(global_batch_size=65_536, seed=0, image_size=4)
+    whole.setup("fit")
+    assert (len(whole.train_dataloader()), len(whole.train_rows._images)) == (19, 256)
+    assert sum(map(len, whole.val_dataloader().shares)) == 50_000
 
 
 def share_of_rank(root):
     module = module_of(root)
     module.trainer = toy.trainer()
-    labels = [labels for _, labels in module.train_dataloader()]
-    val = [label for _, labels in module.val_dataloader() for label in labels.tolist()]
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (torch.stack(labels).tolist(), val))
-    return gathered
+    loaders = module.train_dataloader(), module.val_dataloader()
+    return [[label for _, labels in each for label in labels.tolist()] for each in loaders]
 
 
-def test_ranks_take_their_parts_from_the_trainer(two_ranks, root):
-    shares = two_ranks.run(share_of_rank, str(root))[0]
-    alone = [labels.tolist() for _, labels in module_of(root).train_dataloader()]
-    assert [own[0] + own[1] for own in zip(shares[0][0], shares[1][0], strict=True)] == alone
-    assert sorted(shares[0][1] + shares[1][1]) == sorted(number % 3 for number in range(1000, 1007))
-    assert len(np.unique([len(shares[0][0]), len(shares[1][0])])) == 1
+def test_ranks_take_their_parts_from_the_trainer_and_a_loader_survives_pickling(two_ranks, root):
+    (train, val), (other_train, other_val) = two_ranks.run(share_of_rank, str(root))
+    alone = pickle.loads(pickle.dumps(module_of(root).train_dataloader()))
+    halves = [[*train[at : at + 4], *other_train[at : at + 4]] for at in (0, 4, 8)]
+    assert halves == [labels.tolist() for _, labels in alone]
+    assert sorted(val + other_val) == sorted(number % 3 for number in range(1000, 1007))

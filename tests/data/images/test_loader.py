@@ -71,21 +71,3 @@ def test_loaders_hand_on_what_is_left_for_the_device():
     for loader in (ImageTrainLoader(Noted(), order, **options), evaluation):
         assert loader.on_device is options["on_device"]
         assert next(iter(loader))[0].shape[1:] == (3, 4, 4)
-
-
-def test_evaluation_gives_each_image_once_over_the_ranks_in_its_order():
-    options = {
-        "filler": DecodeThreads(num_threads=1),
-        "on_device": lambda batch: batch,
-        "world_size": 3,
-        "batch_size_per_rank": 9,
-    }
-    indices = []
-    for rank in range(3):
-        rows = Noted()
-        loader = ImageEvalLoader(rows, rank=rank, **options)
-        assert len(list(loader)) == len(loader) == 3  # of 27, 27 and 26 images
-        indices += [index for index, *_ in rows.loaded]
-        assert {epoch for _, epoch, _ in rows.loaded} == {0}
-        assert [index for index, *_ in rows.loaded] == list(range(rank, 80, 3))
-    assert sorted(indices) == list(range(80))

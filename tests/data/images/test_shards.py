@@ -11,43 +11,18 @@ import numpy as np
 import pytest
 
 from lightning_hybrid.data.images import shards as shards_module
-from lightning_hybrid.data.images.shards import (
-    INDEX_NAME,
-    ShardedImages,
-    ShardIndex,
-    crc32_of,
-    holds_shards,
-    shard_name,
-)
-from tests.data.images.pictures import image_of
-
-NUM_IMAGES = 5
+from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, holds_shards, shard_name
+from tests.data.images.pictures import image_of, packed, write_root
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Two shards of three and two images, written without the packer."""
-    folder = tmp_path / "train"
-    folder.mkdir()
-    files = [image_of(number) for number in range(NUM_IMAGES)]
-    shards = [0, 0, 0, 1, 1]
-    for shard in (0, 1):
-        whole = b"".join(file for file, at in zip(files, shards, strict=True) if at == shard)
-        (folder / shard_name(shard)).write_bytes(whole)
-    sizes = np.array([len(file) for file in files], dtype=np.int32)
-    ShardIndex(
-        shards=np.array(shards, dtype=np.int32),
-        offsets=np.array([0, sizes[0], sizes[:2].sum(), 0, sizes[3]], dtype=np.int64),
-        num_bytes=sizes,
-        crc32s=np.array([crc32_of([file]) for file in files], dtype=np.uint32),
-        labels=np.array([0, 1, 2, 0, 1], dtype=np.int64),
-        names=np.array([b"a", b"b", b"c", b"d", b"e"]),
-        shard_num_bytes=np.array([sizes[:3].sum(), sizes[3:].sum()], dtype=np.int64),
-        shard_crc32s=np.array([crc32_of([(folder / shard_name(n)).read_bytes()]) for n in (0, 1)], dtype=np.uint32),
-        classes=("n01", "n02", "n03"),
-        about="{}",
-    ).save(folder / INDEX_NAME)
-    return folder
+    """Five images in shards of at most three."""
+    return packed(write_root(tmp_path / "root", 5, 3), tmp_path / "packed", shard_bytes=3000) / "train"
+
+
+def number_of(images, index):
+    return int(images.name(index).split("/")[-1][:5])
 
 
 def num_descriptors() -> int:
@@ -57,12 +32,16 @@ def num_descriptors() -> int:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
 
 
-# ---- the index -------------------------------------------------------------------------------------------------------
-
-
-def test_an_index_that_could_not_be_written_leaves_the_one_before(folder, monkeypatch):
-    before = (folder / INDEX_NAME).read_bytes()
-    index = ShardIndex.load(folder / INDEX_NAME)
+def test_an_index_is_on_the_disk_before_it_has_its_name_and_till_then_the_one_before_stays(folder, monkeypatch):
+    index, done, before = ShardIndex.load(folder / INDEX_NAME), [], (folder / INDEX_NAME).read_bytes()
+    fsync, rename = os.fsync, os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
+        patch.setattr(os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
+        index.save(folder / INDEX_NAME)
+    assert done == ["on disk", "named"]
+    again = ShardIndex.load(folder / INDEX_NAME)
+    assert all(np.array_equal(getattr(index, field.name), getattr(again, field.name)) for field in fields(index))
 
     def full_disk(file, **arrays):
         file.write(b"half")
@@ -74,21 +53,10 @@ def test_an_index_that_could_not_be_written_leaves_the_one_before(folder, monkey
     assert (folder / INDEX_NAME).read_bytes() == before
 
 
-def test_an_index_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
-    index, done = ShardIndex.load(folder / INDEX_NAME), []
-    fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
-    index.save(folder / INDEX_NAME)
-    assert done == ["on disk", "named"]
-    again = ShardIndex.load(folder / INDEX_NAME)
-    assert all(np.array_equal(getattr(index, field.name), getattr(again, field.name)) for field in fields(index))
-
-
 def test_an_index_is_never_unpickled(folder):
     """A pickle can run any program; numpy writes one for arrays of objects."""
     index = ShardIndex.load(folder / INDEX_NAME)
-    replace(index, names=np.array([b"a", "b", 3, None, ()], dtype=object)).save(folder / INDEX_NAME)
+    replace(index, names=np.array([b"a", 3, None], dtype=object)).save(folder / INDEX_NAME)
     with pytest.raises(ValueError, match=r"is damaged \(Object arrays cannot be loaded"):
         ShardIndex.load(folder / INDEX_NAME)
 
@@ -111,9 +79,6 @@ def test_a_label_just_out_of_range_is_refused(folder, label):
         ShardIndex.load(folder / INDEX_NAME)
 
 
-# ---- the images ------------------------------------------------------------------------------------------------------
-
-
 def test_a_split_is_packed_if_it_has_an_index_or_a_first_shard(folder, tmp_path):
     assert not holds_shards(tmp_path)
     assert holds_shards(folder)
@@ -130,8 +95,8 @@ def test_a_split_is_packed_if_it_has_an_index_or_a_first_shard(folder, tmp_path)
 def test_each_shard_is_opened_once_and_closed_with_the_images(folder):
     before = num_descriptors()
     images = ShardedImages(folder)
-    assert [images.read(index) for index in (0, 4, 1, 3, 2)] == [image_of(index) for index in (0, 4, 1, 3, 2)]
-    assert num_descriptors() == before + 2
+    assert all(images.read(index) == image_of(number_of(images, index)) for index in (0, 4, 1, 3, 2))
+    assert num_descriptors() == before + len(list(folder.glob("*.bin"))) >= before + 2
     del images
     assert num_descriptors() == before
 
@@ -146,7 +111,7 @@ def test_a_shard_that_two_threads_open_at_once_is_kept_open_once(folder, monkeyp
         return opened(*arguments)
 
     monkeypatch.setattr(shards_module.os, "open", the_other_is_first)
-    assert images.read(0) == image_of(0)
+    assert images.read(0) == image_of(number_of(images, 0))
     assert num_descriptors() == before + 1
 
 
@@ -157,13 +122,12 @@ def test_a_copy_opens_its_own_files_and_nobody_closes_anothers(folder):
     images.read(0)
     copy = pickle.loads(pickle.dumps(images))
     before = num_descriptors()
-    assert copy.read(0) == image_of(0)
+    assert copy.read(0) == images.read(0)
     assert num_descriptors() == before + 1
     del copy
-    assert images.read(1) == image_of(1)
     (descriptor,) = images._files.values()
     images._files = {(os.getpid() + 1, 0): descriptor}  # as a fork of this process sees it
-    assert images.read(2) == image_of(2)
+    assert images.read(0) == image_of(number_of(images, 0))
     assert len(images._files) == 2
     del images
     os.close(descriptor)  # still open: this raises if it is not

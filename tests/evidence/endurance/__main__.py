@@ -40,7 +40,7 @@ def train(overrides: list[str], folder: Path) -> Path:
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="evidence/endurance")
 def main(cfg: DictConfig) -> None:
-    """Train, or take the samples of a run; write `endurance.json`, `table.md`, `endurance.png`."""
+    """Train, or take the samples of a run; write `endurance.json`, `table.md`."""
     with launch.short_errors():
         config_check.check(cfg, KEYS)
         config, folder = config_and_folder(cfg)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from scipy.stats import theilslopes
 
 from recipes.cli.markdown import markdown_table
@@ -166,33 +165,12 @@ def _amount(quantity: str, value: float) -> str:
     return f"{1e3 * value:.3f} ms" if quantity.endswith("_s") else f"{value:g}"
 
 
-def picture(samples: Mapping[int, Sequence[Sample]], trends: Sequence[Trend], *, warmup_steps: int) -> Figure:
-    """Draw a panel for each quantity, a line for each rank; grey: the warm-up, which is not judged."""
-    figure = Figure(figsize=(16, 10), layout="constrained")
-    for axes, quantity in zip(figure.subplots(2, 5).flat, QUANTITIES, strict=True):
-        unit, scale = {"bytes": ("MiB", 2**-20), "s": ("ms", 1e3)}.get(quantity.rpartition("_")[2], ("", 1.0))
-        for rank, rows in samples.items():
-            points = [(s["step"], value * scale) for s in rows if (value := s.get(quantity)) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), linewidth=0.8, label=f"rank {rank}")
-        verdicts = {trend.verdict for trend in trends if trend.quantity == quantity}
-        axes.axvspan(0, warmup_steps, color="0.92")
-        axes.set_title(f"{quantity}{f', {unit}' if unit else ''}: {' and '.join(sorted(verdicts))}", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.3)
-        if axes.lines:
-            axes.legend(fontsize=7)
-    return figure
-
-
 def write_report(
     folder: Path, samples: Mapping[int, Sequence[Sample]], *, warmup_steps: int, head: Mapping[str, Any]
 ) -> str:
-    """Write `endurance.json`, `table.md` and `endurance.png`; return the table."""
+    """Write `endurance.json` and `table.md`; return the table."""
     trends = trends_of(samples, warmup_steps=warmup_steps)
     found = {**head, "warmup_steps": warmup_steps, "trends": [asdict(trend) for trend in trends]}
     write_json(folder / "endurance.json", found)
     (folder / "table.md").write_text(markdown(trends) + "\n")
-    picture(samples, trends, warmup_steps=warmup_steps).savefig(folder / "endurance.png", dpi=90)
     return markdown(trends)

@@ -66,7 +66,7 @@ class Inject(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap the stages, for phases within a sum: stages run in threads of their own."""
         if self.spec["phase"] in OF_A_SUM and self.spec["rank"] in (None, trainer.global_rank):
-            threads: Any = trainer.strategy._engine._carrier  # type: ignore[attr-defined]
+            threads: Any = trainer.strategy._comm.engine._carrier  # type: ignore[attr-defined]
             threads._has_run = self._before_a_stage(trainer, threads._has_run)
 
     def _before_a_stage(self, trainer: pl.Trainer, has_run: Callable[..., bool]) -> Callable[..., bool]:
@@ -115,7 +115,7 @@ class Inject(Callback):
         self._reach(trainer, "end of fit")
         if self.spec["phase"] == "teardown" and self._is_now(trainer):
             # This call is in the middle of the close of the engine, whose collectives are done.
-            watch: Any = trainer.strategy._engine._watchdog  # type: ignore[attr-defined]
+            watch: Any = trainer.strategy._comm.engine._watchdog  # type: ignore[attr-defined]
             leave = watch.leave
 
             def trapped() -> None:
@@ -177,7 +177,7 @@ class Inject(Callback):
 
     def other_plan(self, trainer: pl.Trainer) -> None:
         """Change the plan of buckets in memory: other chunks, which other ranks do not follow."""
-        engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
+        engine: Any = trainer.strategy._comm.engine  # type: ignore[attr-defined]
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -124,8 +123,3 @@ def chosen_of(cases: Sequence[Any], only: Sequence[str] | None, part: str | None
             f"`part` (={part}) must be k/n with k below n: every n-th case from number k on. Set part=0/16."
         )
     return [case for i, case in enumerate(chosen) if case.fault == "none" or i % int(num) == int(first)]
-
-
-def read_outcomes(path: Path) -> list[FaultOutcome]:
-    """Read the outcomes of a `faults.json`."""
-    return [FaultOutcome(**each) for each in json.loads(path.read_text())["outcomes"]]

@@ -1,17 +1,15 @@
-"""Simulator against measurements on the emulated cluster: predictions, and the fit to one record.
+"""Simulator against measurements on the emulated cluster: `python -m tests.evidence.planner.emulated`.
 
-python -m tests.evidence.planner.emulated --fit RECORD                    # parameters from one record, as YAML
-python -m tests.evidence.planner.emulated --out FOLDER --fit RECORD RECORD...   # and predictions of the others
+Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,12 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import NodeWire
-from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.cli.results import environment, write_json
+from tests.checkout import ROOT
 
+RECORD = ROOT / "recipes/records/simulate/2026-11-23_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
 WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
 BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
@@ -33,42 +32,6 @@ BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
 DDP_FIRST_BYTES, DDP_BYTES = MIB, 25 * MIB  # torch's defaults
 MARGIN = 0.1  # times that are nearer to one another have no order
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Fitted parameters: processor times and rates of one core, as in `Gloo`.
-
-    `step_s`: of a rank, for Lightning's loop. `memory_bytes_per_s`: of a core's passes over memory.
-    """
-
-    stage_s: float = 200e-6
-    message_s: float = 60e-6
-    segment_s: float = 40e-6
-    bytes_per_s: float = 1.5e9
-    ring_share: float = 0.85
-    step_s: float = 10e-3
-    memory_bytes_per_s: float = 10e9
-
-    def cluster(self, setting: Setting) -> Cluster:
-        """Return the cluster: all ranks of all hosts on two cores."""
-        gloo = Gloo(
-            stage_s=self.stage_s,
-            message_s=self.message_s,
-            segment_s=self.segment_s,
-            ring_share=self.ring_share,
-            wire_share=WIRE_SHARE,
-            burst_bytes=BURST_BYTES,
-            num_shared_cores=2,
-        )
-        return Cluster(
-            num_nodes=setting.num_hosts,
-            ranks_per_node=setting.ranks_per_host,
-            inside=Link(latency_s=0.0, bytes_per_s=self.bytes_per_s),  # of a loopback: within stage_s
-            across=Link(latency_s=setting.delay_s, bytes_per_s=setting.bytes_per_s),
-            transport=gloo,
-            is_interleaved=setting.is_interleaved,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,76 +61,85 @@ class Setting:
             is_interleaved="interleaved" in layout,
         )
 
-    def __str__(self) -> str:
-        order = " interleaved" if self.is_interleaved else ""
-        rate, delay = self.bytes_per_s * 8e-6, self.delay_s * 1e3
-        return f"{self.num_hosts} x {self.ranks_per_host}{order}, {rate:g} Mbit/s, {delay:g} ms"
+
+def cluster_of(machine: Mapping[str, float], setting: Setting) -> Cluster:
+    """Return a cluster, all of whose ranks run on two cores, with the fitted times and rates of one core."""
+    gloo = Gloo(
+        **{name: machine[name] for name in ("stage_s", "message_s", "segment_s", "ring_share")},
+        wire_share=WIRE_SHARE,
+        burst_bytes=BURST_BYTES,
+        num_shared_cores=2,
+    )
+    return Cluster(
+        num_nodes=setting.num_hosts,
+        ranks_per_node=setting.ranks_per_host,
+        inside=Link(latency_s=0.0, bytes_per_s=machine["bytes_per_s"]),  # of a loopback: within stage_s
+        across=Link(latency_s=setting.delay_s, bytes_per_s=setting.bytes_per_s),
+        transport=gloo,
+        is_interleaved=setting.is_interleaved,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredCase:
-    """Row of a record: what was measured, and how."""
+class Checked:
+    """Row of a record of what was measured between hosts, and how; and its prediction.
+
+    The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
+    """
 
     record: str
     setting: Setting
-    section: str
-    case: str
-    arm: str
-    num_bytes: int
-    measured_s: float
-    backward_s: float
-    plan: CommPlan
+    row: Mapping[str, Any]
+    machine: Mapping[str, float]
 
-    def predicted_s(self, machine: Machine) -> float:
+    @cached_property
+    def ratio(self) -> float:
+        """Predicted over measured time."""
+        return self.predicted_s / float(self.row["median_s"])
+
+    @cached_property
+    def predicted_s(self) -> float:
         """Predict the seconds by the simulator."""
-        cluster = machine.cluster(self.setting)
-        if self.section == "allreduce":
-            return self._allreduce_s(cluster)
-        return self._step_s(cluster, machine)
+        cluster = cluster_of(self.machine, self.setting)
+        is_network = "step_resnet50" in self.record or "step_alexnet" in self.record
+        plan = CommPlan(num_buckets=1) if is_network else CommPlan()
+        run = partial(simulate, cluster=cluster, on_cuda=False)
+        if self.row["section"] != "allreduce":
+            return self._step_s(cluster, plan, run)
+        itemsize = 4 if self.row["case"] == "float32" else 2
+        work = StepWorkload(forward_s=0.0, gradients=((self.row["num_bytes"] // itemsize, 0.0),))
+        if self.row["arm"] == BACKEND:
+            return run(work, plan=plan, itemsize=itemsize, algorithm="gloo_ring", cuts=[]).step_s
+        return run(work, plan=replace(plan, algorithm=self.row["arm"]), itemsize=itemsize, cuts=[]).step_s
 
-    def _allreduce_s(self, cluster: Cluster) -> float:
-        itemsize = 4 if self.case == "float32" else 2
-        work = StepWorkload(forward_s=0.0, gradients=((self.num_bytes // itemsize, 0.0),))
-        name = "gloo_ring" if self.arm == BACKEND else None
-        plan = self.plan if name else replace(self.plan, algorithm=self.arm)  # type: ignore[arg-type]
-        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False, algorithm=name, cuts=[]).step_s
-
-    def _step_s(self, cluster: Cluster, machine: Machine) -> float:
-        shapes = list(reversed(GRADIENT_SETS[self.case]()))
+    def _step_s(self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]) -> float:
+        shapes = list(reversed(GRADIENT_SETS[self.row["case"]]()))
         gloo = cluster.transport
         assert isinstance(gloo, Gloo)
-        loop_s = gloo.work_s(machine.step_s, of_busiest=1, of_all=cluster.world_size)
+        loop_s = gloo.work_s(self.machine["step_s"], of_busiest=1, of_all=cluster.world_size)
         passes_s = gloo.work_s(
-            BYTES_PER_ELEMENT / machine.memory_bytes_per_s,
+            BYTES_PER_ELEMENT / self.machine["memory_bytes_per_s"],
             of_busiest=numel(shapes),
             of_all=cluster.world_size * numel(shapes),
         )
-        in_backward_s = BACKWARD_SHARE * passes_s + self.backward_s
+        in_backward_s = BACKWARD_SHARE * passes_s + self.row["backward_s"]
         work = StepWorkload(
             forward_s=loop_s / 2,
             gradients=tuple((numel([shape]), in_backward_s * numel([shape]) / numel(shapes)) for shape in shapes),
             update_s=loop_s / 2 + (1 - BACKWARD_SHARE) * passes_s,
         )
-        arm = self.arm.partition(",")[0]
-        if "silent" in self.arm:
+        arm = self.row["arm"].partition(",")[0]
+        if "silent" in self.row["arm"]:
             return work.alone_s
         itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
         if arm in (STOCK, COMPRESSED):
             cuts = ddp_cuts([4 * numel([shape]) for shape in shapes])
-            return simulate(
-                work,
-                cluster,
-                self.plan,
-                itemsize=itemsize,
-                on_cuda=False,
-                algorithm="gloo_ring",
-                cuts=cuts,
-                num_columns=GLOO_THREADS,
-            ).step_s
+            own: dict[str, Any] = {"algorithm": "gloo_ring", "cuts": cuts, "num_columns": GLOO_THREADS}
+            return run(work, plan=plan, itemsize=itemsize, **own).step_s
         algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
-        wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None  # type: ignore[arg-type]
-        plan = replace(self.plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))  # type: ignore[arg-type]
-        return simulate(work, cluster, plan, itemsize=itemsize, on_cuda=False, wire=wire).step_s
+        wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None
+        plan = replace(plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))
+        return run(work, plan=plan, itemsize=itemsize, wire=wire).step_s
 
 
 def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
@@ -185,156 +157,48 @@ def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
     return [cut for cut in cuts if cut < len(sizes_bytes)]
 
 
-def cases_of(folder: Path) -> list[MeasuredCase]:
-    """Return every row of a record that was measured between hosts.
-
-    The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
-    """
+def checked_of(folder: Path, machine: Mapping[str, float]) -> list[Checked]:
+    """Return every row of a record."""
     head, *rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
     setting = Setting.from_title(head["title"])
-    is_network = "step_resnet50" in folder.name or "step_alexnet" in folder.name
-    plan = CommPlan(num_buckets=1) if is_network else CommPlan()
-    return [
-        MeasuredCase(
-            record=folder.name,
-            setting=setting,
-            section=row["section"],
-            case=row["case"],
-            arm=row["arm"],
-            num_bytes=row["num_bytes"],
-            measured_s=row["median_s"],
-            backward_s=row["backward_s"],
-            plan=plan,
-        )
-        for row in rows
-    ]
-
-
-def error_of(machine: Machine, cases: Sequence[MeasuredCase]) -> float:
-    """Return the mean of the squares of log(predicted / measured)."""
-    return statistics.fmean(math.log(case.predicted_s(machine) / case.measured_s) ** 2 for case in cases)
-
-
-def fit_machine(cases: Sequence[MeasuredCase], machine: Machine, *, num_rounds: int = 60) -> Machine:
-    """Fit the machine with the least error: one parameter after another, by steps that shrink."""
-    best, least, stride = machine, error_of(machine, cases), 0.5
-    for _ in range(num_rounds):
-        improved = False
-        for name, value in asdict(best).items():
-            for factor in (1 + stride, 1 / (1 + stride)):
-                moved = value * factor
-                if name == "ring_share":
-                    moved = min(1.0, moved)
-                tried = replace(best, **{name: moved})
-                error = error_of(tried, cases)
-                if error < least:
-                    best, least, improved = tried, error, True
-        if not improved:
-            stride /= 2
-    return best
-
-
-# ---- report ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """Case and its prediction."""
-
-    case: MeasuredCase
-    predicted_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured time."""
-        return self.predicted_s / self.case.measured_s
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """Key of the cases whose arms are compared."""
-        case = self.case
-        size = case.num_bytes if case.section == "allreduce" else 0
-        return case.record, case.section, case.case, size, case.backward_s
-
-
-def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
-    """Return pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
-    groups: dict[object, list[Checked]] = {}
-    for one in found:
-        if "silent" not in one.case.arm:
-            groups.setdefault(one.group, []).append(one)
-    pairs = [(a, b) for group in groups.values() for a in group for b in group]
-    return [(a, b) for a, b in pairs if a.case.measured_s * (1 + MARGIN) < b.case.measured_s]
-
-
-def markdown(found: Sequence[Checked]) -> str:
-    """Format a row for each case."""
-    head = "| record | setting | what | arm | measured ms | predicted ms | predicted / measured |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
-    for one in found:
-        case = one.case
-        what = f"{case.section} {case.case}" + (f" {case.num_bytes >> 10} KiB" if case.section == "allreduce" else "")
-        cells = [f"{1e3 * case.measured_s:.4g}", f"{1e3 * one.predicted_s:.4g}", f"{one.ratio:.2f}"]
-        lines.append("| " + " | ".join([case.record, str(case.setting), what, case.arm, *cells]) + " |")
-    return "\n".join(lines)
+    return [Checked(record=folder.name, setting=setting, row=row, machine=machine) for row in rows]
 
 
 def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
     """Return median and worst relative error by section."""
     content = {}
     for section in ("step", "overlap", "allreduce"):
-        errors = [abs(one.ratio - 1) for one in found if one.case.section == section]
-        if errors:
-            within = sum(error <= 0.2 for error in errors) / len(errors)
+        if errors := [abs(one.ratio - 1) for one in found if one.row["section"] == section]:
             content[section] = {
                 "num": len(errors),
                 "median": round(statistics.median(errors), 4),
                 "worst": round(max(errors), 4),
-                "share_within_20_percent": round(within, 4),
+                "share_within_20_percent": round(sum(error <= 0.2 for error in errors) / len(errors), 4),
             }
     return content
 
 
-def check_ranking(records: Sequence[Path], machine: Machine) -> tuple[list[Checked], dict[str, Any]]:
-    """Predict every row of these records; return predictions and a summary."""
-    cases = [case for record in records for case in cases_of(record)]
-    found = [Checked(case=case, predicted_s=case.predicted_s(machine)) for case in cases]
-    pairs = ranked(found)
-    wrong = [(a, b) for a, b in pairs if a.predicted_s > b.predicted_s]
-    settings = sorted({str(case.setting) for case in cases})
-    content = {
-        "settings": settings,
-        "error": error_summary(found),
-        "error_by_setting": {
-            setting: error_summary([one for one in found if str(one.case.setting) == setting]) for setting in settings
-        },
-        "pairs_that_differ_by_10_percent": len(pairs),
-        "of_these_in_the_wrong_order": [f"{a.group}: {a.case.arm} is faster than {b.case.arm}" for a, b in wrong],
-    }
-    return found, content
+def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
+    """Return pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
+    groups: dict[object, list[Checked]] = {}
+    for one in found:
+        if "silent" not in one.row["arm"]:
+            size = one.row["num_bytes"] if one.row["section"] == "allreduce" else 0
+            key = (one.record, one.row["section"], one.row["case"], size, one.row["backward_s"])
+            groups.setdefault(key, []).append(one)
+    pairs = [(a, b) for group in groups.values() for a in group for b in group]
+    return [(a, b) for a, b in pairs if a.row["median_s"] * (1 + MARGIN) < b.row["median_s"]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--fit", type=Path, required=True, help="the record whose rows fit the parameters")
-    parser.add_argument("--out", type=Path, help="folder for table.md and check.json")
-    parser.add_argument("records", nargs="*", type=Path, help="records to predict")
-    asked = parser.parse_args()
-    machine = fit_machine(cases_of(asked.fit), Machine())
-    _, known = check_ranking([asked.fit], machine)
-    found, content = check_ranking(asked.records, machine)
-    content = {
-        "fitted_to": asked.fit.name,
-        "records": [str(Path(*record.resolve().parts[-3:])) for record in asked.records],
-        "machine": asdict(machine),
-        "fit": known,
-        "predictions": content,
-    }
-    print(markdown(found), json.dumps(content, indent=1), sep="\n")
-    if asked.out:
-        write_json(asked.out / "check.json", content | {"environment": environment()})
-        (asked.out / "table.md").write_text(markdown(found) + "\n")
+def checked_again() -> tuple[dict[str, Any], list[Checked]]:
+    """Return what the record of the check says, and what is predicted today."""
+    content = json.loads((RECORD / "rows.jsonl").read_text())
+    records = [RECORD.parents[2] / path for path in content["records"]]
+    return content, [one for record in records for one in checked_of(record, content["machine"])]
 
 
 if __name__ == "__main__":
-    main()
+    _, found = checked_again()
+    for one in found:
+        print(one.record, one.row["section"], one.row["case"], one.row["arm"], f"{one.ratio:.2f}")
+    print(json.dumps(error_summary(found), indent=1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from hydra.utils import instantiate
@@ -15,26 +16,44 @@ from lightning_hybrid.planning.cluster import Cluster
 from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
 from recipes.planning.layers import Layer, layers_of
+from tests.checkout import ROOT
 
-CLUSTERS = Path(__file__).resolve().parents[3] / "conf" / "cluster"
+CLUSTERS = ROOT / "conf" / "cluster"
 IMAGE = (3, 224, 224)
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """Published number and the model's."""
+    """Published number, the model's when it was recorded, and the model's of today."""
 
     what: str
-    source: str
     unit: str
     published: float
+    recorded: float
     predicted: float
-    note: str = ""
 
     @property
     def ratio(self) -> float:
         """Predicted over published."""
         return self.predicted / self.published
+
+
+def rows_of(record: str, predictions: Sequence[tuple[str, float]]) -> list[PublishedRow]:
+    """Return the rows of a record of the simulator, each with the prediction of today.
+
+    Raises:
+        ValueError: A prediction has no row, or a row no prediction.
+    """
+    path = ROOT / "recipes" / "records" / "simulate" / record / "rows.jsonl"
+    _, *rows = map(json.loads, path.read_text().splitlines())
+    rows = [row for row in rows if "PipeDream" not in row["what"]]  # made by a program that has left the tree
+    named = [what for what, _ in predictions]
+    if [row["what"] for row in rows] != named:
+        raise ValueError(f"{path} (={len(rows)} rows) must have the rows {named}.")
+    return [
+        PublishedRow(row["what"], row["unit"], row["published"], row["predicted"], predicted)
+        for row, (_, predicted) in zip(rows, predictions, strict=True)
+    ]
 
 
 def cluster_of(name: str, num_nodes: int) -> Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -11,43 +10,29 @@ import torch
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.memory import StateBytes
 from lightning_hybrid.planning.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
-from recipes.networks.alexnet import AlexNet
 from recipes.networks.resnet import ResNet
-from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.blocks import blocks_of
 from recipes.planning.layers import FORWARD_SHARE
-from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, vgg16
-from tests.evidence.planner.published import write
-from tests.evidence.planner.unequal_replicas import best_pipeline
+from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, rows_of
+from tests.evidence.planner.published import show
 
-GIB = 2**30
 SGD_FP32 = StateBytes(weights=4, gradients=4, masters=0, optimizer=4, rest=0)
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
-ZERO = "Rajbhandari et al. 2019, arXiv:1910.02054"
-ZERO_GB = {(): 120.0, ("state",): 31.4, ("state", "gradient"): 16.6, ("state", "gradient", "weight"): 1.9}
-TORCHGPIPE = "torchgpipe 0.0.5, docs/benchmarks.rst"
-AMOEBANET_GIB = {81.5e6: 0.91, 319.0e6: 3.57, 542.7e6: 6.07, 1.06e9: 11.80, 1.84e9: 20.62}
-GPIPE = "Huang et al. 2018, arXiv:1811.06965, as torchgpipe quotes it"
-GPIPE_GB = {82e6: 1.05, 318e6: 3.8, 542e6: 6.45, 1.05e9: 12.53, 1.8e9: 24.62}
+ZERO_SHARED = ((), ("state",), ("state", "gradient"), ("state", "gradient", "weight"))
+AMOEBANETS = (((81.5e6, 319.0e6, 542.7e6, 1.06e9, 1.84e9), 2**30), ((82e6, 318e6, 542e6, 1.05e9, 1.8e9), 1e9))
 
 
-def memory_rows() -> Iterator[PublishedRow]:
-    """Yield ZeRO's table, and the parameters of the largest AmoebaNets that GPipe trains on 1 to 8 devices."""
+def memory_rows() -> Iterator[tuple[str, float]]:
+    """Yield ZeRO's table, and the parameters of the largest AmoebaNets, by torchgpipe and by GPipe."""
     adam = StateBytes(weights=2, gradients=2, masters=4, optimizer=8, rest=0)
-    for stage, (shared, published) in enumerate(ZERO_GB.items()):
+    for stage, shared in enumerate(ZERO_SHARED):
         each = adam.per_parameter(**{f"{name}_share": 1 / 64 for name in shared})
-        yield PublishedRow(f"ZeRO stage {stage}, 7.5 B parameters, 64 ranks", ZERO, "GB", published, 7.5 * each)
-    for table, source, unit, divisor in ((AMOEBANET_GIB, TORCHGPIPE, "GiB", GIB), (GPIPE_GB, GPIPE, "GB", 1e9)):
-        for numel, published in table.items():
-            yield PublishedRow(
-                f"AmoebaNet-D of {numel / 1e6:,.0f} M: parameters",
-                source,
-                unit,
-                published,
-                numel * SGD_FP32.per_parameter() / divisor,
-                note="fp32 weights, gradients and one moment",
-            )
+        yield f"ZeRO stage {stage}, 7.5 B parameters, 64 ranks", 7.5 * each
+    for numels, unit in AMOEBANETS:
+        for numel in numels:
+            yield f"AmoebaNet-D of {numel / 1e6:,.0f} M: parameters", numel * SGD_FP32.per_parameter() / unit
 
 
 # ---- GPipe's schedule ------------------------------------------------------------------------------------------------
@@ -63,20 +48,17 @@ def gpipe_step_s(loads: Sequence[StageLoad], num_micro: int) -> float:
     return pipeline_step_s(simulate_pipeline(schedule_tasks("gpipe", len(loads), num_micro), loads), loads)
 
 
-RESNET_101_SPEEDUPS = {  # devices: images, micro-batches, over one device without a pipeline
-    1: (220, 2, 0.853),
-    2: (25000, 1667, 1.414),
-    4: (5632, 256, 2.774),
-    8: (5400, 150, 4.294),
-}
+RESNET_101 = {1: (220, 2), 2: (25000, 1667), 4: (5632, 256), 8: (5400, 150)}  # devices: images, micro-batches
 P40_IMAGES_PER_S = 95.862  # ResNet-101, fp32, alone: the baseline of the same table
 
 
-def resnet_101_rows() -> Iterator[PublishedRow]:
+def resnet_101_rows() -> Iterator[tuple[str, float]]:
     """Yield torchgpipe's speed-ups of ResNet-101 on P40s."""
-    blocks, near = known_blocks("resnet101"), cluster_of("p40_roce", 1).inside
+    with torch.device("meta"):
+        blocks = blocks_of(ResNet(depth=101), IMAGE, precision="32-true")
+    near = cluster_of("p40_roce", 1).inside
     total = sum(block.forward_flops for block in blocks)
-    for num_stages, (images, num_micro, published) in RESNET_101_SPEEDUPS.items():
+    for num_stages, (images, num_micro) in RESNET_101.items():
         each = images / num_micro
         seconds = [each / P40_IMAGES_PER_S * block.forward_flops / total for block in blocks]
         cuts = balanced_cuts(seconds, [0.0] * len(blocks), num_stages)
@@ -89,99 +71,30 @@ def resnet_101_rows() -> Iterator[PublishedRow]:
             )
             for begin, end in pairwise(ends)
         ]
-        yield PublishedRow(
-            f"ResNet-101, {num_stages} P40, {num_micro} micro-batches: speed-up",
-            "torchgpipe 0.0.5, benchmarks/resnet101-speed",
-            "x",
-            published,
-            images / gpipe_step_s(loads, num_micro) / P40_IMAGES_PER_S,
-            note="cuts between blocks by FLOPs, theirs within blocks by hand",
-        )
+        speed_up = images / gpipe_step_s(loads, num_micro) / P40_IMAGES_PER_S
+        yield f"ResNet-101, {num_stages} P40, {num_micro} micro-batches: speed-up", speed_up
 
 
-# Devices and micro-batches: torchgpipe on P40s, GPipe on TPUs; over two devices with one micro-batch.
-AMOEBANET_SPEEDUPS = {
-    (2, 4): (1.546, 1.07),
-    (2, 32): (1.780, 1.21),
-    (4, 1): (1.006, 1.13),
-    (4, 4): (1.680, 1.26),
-    (4, 32): (2.711, 1.84),
-    (8, 1): (0.932, 1.38),
-    (8, 4): (2.625, 1.72),
-    (8, 32): (4.966, 3.48),
-}
+AMOEBANET_D = ((2, 4), (2, 32), (4, 1), (4, 4), (4, 32), (8, 1), (8, 4), (8, 32))  # devices and micro-batches
 
 
-def amoebanet_rows() -> Iterator[PublishedRow]:
-    """Yield the speed-ups of AmoebaNet-D (18, 256)."""
+def amoebanet_rows() -> Iterator[tuple[str, float]]:
+    """Yield the speed-ups of AmoebaNet-D (18, 256): by torchgpipe on P40s, then by GPipe on TPUs."""
 
     def step_s(num_stages: int, num_micro: int) -> float:
         part = 1 / (num_stages * num_micro)
         return gpipe_step_s([StageLoad(forward_s=part, backward_s=2 * part)] * num_stages, num_micro)
 
-    for (num_stages, num_micro), published in AMOEBANET_SPEEDUPS.items():
-        for value, source in zip(published, ("torchgpipe 0.0.5, benchmarks/amoebanetd-speed", GPIPE), strict=True):
-            yield PublishedRow(
-                f"AmoebaNet-D, {num_stages} devices, {num_micro} micro-batches: speed-up over 2 with 1",
-                source,
-                "x",
-                value,
-                step_s(2, 1) / step_s(num_stages, num_micro),
-                note="even stages, free messages",
-            )
-
-
-# ---- PipeDream's planner ---------------------------------------------------------------------------------------------
-
-PIPEDREAM = "Narayanan et al. 2019, SOSP; speed-ups recalled, not verified"
-V100_VGG_IMAGES_PER_S = 190.0  # the sum of the layers of the profile that PipeDream's repository has, 128 images
-WORKERS, TEN_GBIT_BYTES_PER_S = 16, 1.25e9
-PIPEDREAM_CASES = {  # network: images of a GPU, images per second, speed-up over data parallelism
-    "vgg16": (64, V100_VGG_IMAGES_PER_S, 5.28),
-    "resnet50": (128, 300.0, 1.0),
-    "alexnet": (256, 2500.0, 4.92),
-}
-
-
-def pipedream_rows() -> Iterator[PublishedRow]:
-    """Yield the gain of PipeDream's best pipeline over data parallelism on 16 V100 with 10 Gbit/s."""
-    for name, (images, images_per_s, published) in PIPEDREAM_CASES.items():
-        blocks = known_blocks(name)
-        total = sum(block.forward_flops for block in blocks)
-        seconds = [images / images_per_s * block.forward_flops / total for block in blocks]
-        weights = [4.0 * sum(block.numels) for block in blocks]
-        outputs = [images * block.input_bytes for block in blocks[1:]] + [images * 4000.0]
-        best = best_pipeline(seconds, weights, outputs, num_workers=WORKERS, bytes_per_s=TEN_GBIT_BYTES_PER_S)
-        alone_s = best_pipeline(
-            [sum(seconds)], [sum(weights)], outputs[-1:], num_workers=WORKERS, bytes_per_s=TEN_GBIT_BYTES_PER_S
-        ).seconds
-        stages = ", ".join(
-            f"{replicas} from {blocks[first].name}"
-            for first, replicas in zip(best.first_blocks, best.replicas, strict=True)
-        )
-        yield PublishedRow(
-            f"{name}, 16 V100, 10 Gbit/s: PipeDream's best over data parallelism",
-            PIPEDREAM,
-            "x",
-            published,
-            alone_s / best.seconds,
-            note=f"{images} images at {images_per_s:g}/s, by FLOPs; found: {stages}",
-        )
-
-
-@cache
-def known_blocks(name: str) -> tuple[Block, ...]:
-    """Return the blocks of a network in fp32."""
-    makes = {"vgg16": vgg16, "alexnet": AlexNet, "resnet50": ResNet, "resnet101": lambda: ResNet(depth=101)}
-    with torch.device("meta"):
-        model = makes[name]()
-    return tuple(blocks_of(model, IMAGE, precision="32-true"))
+    for num_stages, num_micro in AMOEBANET_D:
+        what = f"AmoebaNet-D, {num_stages} devices, {num_micro} micro-batches: speed-up over 2 with 1"
+        for _ in range(2):
+            yield what, step_s(2, 1) / step_s(num_stages, num_micro)
 
 
 def pipeline_rows() -> list[PublishedRow]:
     """Return all rows."""
-    return [*memory_rows(), *resnet_101_rows(), *amoebanet_rows(), *pipedream_rows()]
+    return rows_of("2026-11-22_check_pipelines", [*memory_rows(), *resnet_101_rows(), *amoebanet_rows()])
 
 
 if __name__ == "__main__":
-    write(pipeline_rows())
+    show(pipeline_rows())

@@ -70,7 +70,7 @@ class DieAt(Callback):
             weights = [weight for weight in pl_module.parameters() if weight.requires_grad]
             weights[len(weights) // 2].register_hook(self.die)
         elif self.phase == "communication":
-            engine: Any = trainer.strategy._engine  # type: ignore[attr-defined]
+            engine: Any = trainer.strategy._comm.engine  # type: ignore[attr-defined]
             engine.submit = _and_then(engine.submit, self.die)
         elif self.phase == "optimizer":
             optimizer = trainer.optimizers[0]

@@ -1,26 +1,29 @@
-"""The benchmark measures what it says, on real ranks, and refuses what it cannot measure before it starts any."""
+"""Benchmarks measure what they say, and refuse what they cannot measure before they start any rank."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from recipes.benchmarks import compare
-from recipes.benchmarks.gradient_sets import GRADIENT_SETS, GradientSet, linear_8mib_shapes
+from lightning_hybrid.data.prefetch import prefetch
+from recipes.benchmarks import input_cases, photos, updates
+from recipes.benchmarks.gradient_sets import GradientSet, linear_8mib_shapes
+from recipes.benchmarks.input_baselines import PillowImages
 from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
-from tests.checkout import tracked_files
 from tests.recipes.composed import composed
 
 
 def configured(*overrides):
     return composed("bench", "run_dir=/nowhere", *overrides)
-
-
-def row(arm, *times_s, num_bytes=1000, num_nodes=2, **more):
-    return Timing(section="step", case="x", arm=arm, num_bytes=num_bytes, num_nodes=num_nodes, times_s=times_s, **more)
 
 
 MISTAKES = {
@@ -40,25 +43,6 @@ def test_a_mistake_is_reported_in_one_message_before_anything_is_launched(mistak
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
         instantiate(configured(mistake)[mistake.split(".")[0]])
-
-
-def test_a_backward_that_computes_cannot_wait_for_the_communication():
-    with pytest.raises(Exception, match=r"`overlap` \(=auto\) must be null with `gradients`"):
-        instantiate(configured("steps.gradients=[linear_8mib_arithmetic]", "steps.overlap=auto").steps)
-
-
-def test_a_benchmark_can_be_left_out():
-    cfg = configured("allreduce=null", "steps=null")
-    assert cfg.allreduce is None
-    assert cfg.steps is None
-
-
-@pytest.mark.parametrize("name", GRADIENT_SETS)
-def test_a_convolution_is_known_by_its_shape_and_a_weight_by_its_bias(name):
-    """Torch's own layers make the same tensors."""
-    for weight, bias in zip(GRADIENT_SETS[name](), GRADIENT_SETS[name]()[1:], strict=False):
-        if len(weight) > 1 and len(bias) == 1:
-            assert bias[0] == weight[0]
 
 
 def test_gradients_are_ready_from_the_last_to_the_first_and_scale_with_the_loss():
@@ -89,32 +73,100 @@ def test_a_set_with_arithmetic_is_a_network_of_linear_layers():
         assert ours.grad.count_nonzero() > 0.9 * ours.numel()
 
 
-def test_the_reference_of_a_case_is_its_first_row():
-    rows = [row("ddp", 4.0), row("auto", 1.0, 2.0, 3.0, num_bytes=500)]
-    assert [line[-2:] for line in cells(rows, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
-    assert [line[-1] for line in cells(rows, None)] == ["", ""]
-
-
-def test_one_node_has_no_byte_bound():
-    assert row("auto", 1.0, num_nodes=1).bound_s(100.0) is None
-
-
-def test_the_report_says_what_was_hidden(tmp_path):
+def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_case(tmp_path):
     times_s = (3.0, 1.0, 3.2, 3.0)  # 2 s of communication; 0.2 s remain next to a backward of 2 s
     rows = [Timing(section="overlap", case="x", arm="auto", num_bytes=1, num_nodes=2, times_s=(t,)) for t in times_s]
     assert "x, auto: 90.0% of 2000 ms hidden" in markdown(rows, None)
+    given = (("ddp", 1000, (4.0,)), ("auto", 500, (1.0, 2.0, 3.0)))
+    steps = [
+        Timing(section="step", case="x", arm=arm, num_bytes=size, num_nodes=2, times_s=each)
+        for arm, size, each in given
+    ]
+    assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
+    assert replace(steps[0], num_nodes=1).bound_s(100.0) is None  # one node has no byte bound
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.png"}
+    assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
 
 
-def test_the_picture_of_several_records_shows_every_arm_and_bound(tmp_path):
-    records = sorted({path.parent for path in tracked_files("recipes/records/bench/*_step_*/rows.jsonl")})
-    found = [compare.steps_of(record) for record in records]
-    figure = compare.picture(found)
-    bars = [patch for axes in figure.axes for patch in axes.patches]
-    assert len(bars) == sum(len(rows) for *_, rows in found)
-    assert sorted(bar.get_height() for bar in bars) == sorted(row.median_s for *_, rows in found for row in rows)
-    for layout, rate, rows in found:
-        cells = compare.line_of(layout, rate, rows).split(" | ")
-        medians = {row.arm: row.median_s for row in rows}
-        assert cells[5:7] == [f"{medians[arm] / medians['auto']:.2f}" for arm in ("ddp", "fp16_compress")]
+# ---- updates on CUDA -------------------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """Writes down what is queued, and counts a millisecond of the device for each step between two events."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append(name)
+
+    def Event(self, enable_timing):
+        fake = self
+
+        class Event:
+            def record(self):
+                fake.calls.append("record")
+                self.num_steps = fake.calls.count("step")
+
+            def elapsed_time(self, end):
+                assert fake.calls[-1] == "synchronize"
+                return float(end.num_steps - self.num_steps)
+
+        return Event()
+
+
+def test_updates_on_cuda_are_queued_behind_a_sleep_and_timed_between_two_events(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    seconds, host_s = updates.time_one(lambda: fake.calls.append("step"), torch.device("cuda"), num_in_a_row=3)
+    timed = ["_sleep", "record", *["step"] * 3, "record", "synchronize"]
+    assert fake.calls == ["synchronize", "step", "synchronize", *timed]
+    assert seconds == pytest.approx(1e-3)
+    assert 0 < host_s < 1
+    row = {"case": "x", "arm": "lars_fused", "num_params": 1, "num_tensors": 1, "times_s": (seconds, seconds)}
+    table = updates.markdown([updates.UpdateRow(**row, host_times_s=(0.005, 0.005))])
+    assert [cell.strip() for cell in table.splitlines()[-1].split("|")][3:-1:5] == ["1.00", "5.00"]
+
+
+# ---- input -----------------------------------------------------------------------------------------------------------
+
+
+def test_photos_are_always_the_same_and_of_imagenets_size():
+    originals = photos.photographs()
+    one, again, other = (photos.photo(originals, number) for number in (7, 7, 10))
+    assert np.array_equal(one, again)
+    assert one.shape != other.shape or not np.array_equal(one, other)
+    sizes = [len(photos.encode_jpeg(photos.photo(originals, number), quality=photos.QUALITY)) for number in range(12)]
+    assert 80_000 < np.mean(sizes) < 110_000
+    assert {min(photos.photo(originals, number).shape[:2]) for number in range(6)} == {375}
+
+
+def test_the_rival_reads_the_same_files(tmp_path):
+    photos.write_photos(tmp_path, num_train=2, num_val=1, num_classes=2)
+    (path,) = (tmp_path / "train" / "n00000001").glob("*.JPEG")
+    image, label = PillowImages([str(path)], [1], image_size=32)[0]
+    assert (tuple(image.shape), image.dtype, label) == ((3, 32, 32), torch.uint8, 1)
+
+
+class Paced:
+    """Batches that are ready `period_s` after the one before was taken."""
+
+    def __init__(self, period_s):
+        self.period_s = period_s
+
+    def __iter__(self):
+        ready_s = time.perf_counter()
+        while True:
+            ready_s = max(ready_s, time.perf_counter() - self.period_s) + self.period_s
+            time.sleep(max(0.0, ready_s - time.perf_counter()))
+            yield torch.zeros(1)
+
+
+def test_a_step_waits_for_what_it_is_shorter_than_its_data():
+    ahead = prefetch(Paced(0.06), torch.device("cpu"))
+    waits_s = list(input_cases._waits(ahead, step_s=0.005, num_steps=6))
+    assert len(waits_s) == 6
+    assert np.median(waits_s) >= 0.03  # 60 ms less the step of 5 ms, which a busy machine makes longer
+    with closing(input_cases._endless([1, 2])) as endless:
+        assert list(itertools.islice(endless, 5)) == [1, 2, 1, 2, 1]

@@ -28,15 +28,9 @@ def test_the_defaults_are_the_main_job():
     assert (trainer.world_size, str(trainer.precision), trainer.accumulate_grad_batches) == (2, "16-true", 1)
     assert module.optimizer.func.__name__ == "LARS"
     assert data.seed == 0
-
-
-@pytest.mark.parametrize("optim", ["lars", "lamb", "sgd"])
-@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
-def test_every_choice_of_a_group_can_be_built(optim, strategy):
-    trainer, module, _ = build(configured(f"optim={optim}", f"strategy={strategy}", "precision=32-true"))
-    groups = [{"params": list(module.parameters()), "weight_decay": module.weight_decay}]
-    assert module.optimizer(groups).param_groups[0]["weight_decay"] == module.weight_decay > 0
-    assert trainer.log_every_n_steps == 5
+    cfg = configured("+mine=0.5", "optim.lr=${mine}")  # a key of the user's own may be referred to
+    config_check.check(cfg, TRAIN_KEYS)
+    assert cfg.optim.lr == 0.5
 
 
 @pytest.mark.parametrize(
@@ -69,14 +63,9 @@ MISTAKES = {
     "global_batch_size=127 trainer.devices=2": r"`global_batch_size` \(=127\).*Nearest that fit: .*=126 or 128\.",
     "batch_size_per_rank=60": r"`global_batch_size` \(=128\).*2\.13 accumulation steps.*=120 or 180\.",
     "batch_size_per_rank=0": r"`batch_size_per_rank` \(=0\) must be a whole number of images above zero",
-    "batch_size_per_rank=x": r"`batch_size_per_rank` \(='x'\) must be a whole number",
-    "global_batch_size=many": r"`global_batch_size` \(='many'\) must be a whole number",
     "global_batch_size=2048": r"`global_batch_size` \(=2048\) must be at most the number of training images \(=1257\)",
-    "seed=null": r"`seed` \(=None\) must be a whole number",
     "optim.lr=???": r"`optim.lr` \(=\?\?\?\) must have a value",
-    "optim.lr=abc": r"`optim.lr` \(='abc'\) must be a number",
     "+optim.trust_coef=1": r"unexpected keyword argument 'trust_coef'",
-    "schedule.power=-1": r"`power` \(=-1\)",
     "+ckpt_path=last": r"`ckpt_path` \(='last'\) must be a key of this recipe, or one that another refers to",
     "+precison=16-true": r"`precison` .* nothing would read it\. Did you mean precision\?",
     "+trainer.nodes=2": r"unexpected keyword argument 'nodes'.*\[trainer\]",
@@ -110,12 +99,6 @@ def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():
     error.add_note("full_key: model")
     in_message = ValueError("`width` (=0) must be above zero.\nfull_key: model")
     assert launch.message_of(error) == launch.message_of(in_message) == "`width` (=0) must be above zero. [model]"
-
-
-def test_a_key_of_the_users_own_may_be_referred_to():
-    cfg = configured("+mine=0.5", "optim.lr=${mine}")
-    config_check.check(cfg, TRAIN_KEYS)
-    assert cfg.optim.lr == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,26 @@
-"""conf/model: the keys are exactly the constructor's arguments, and each file builds what its name says."""
+"""conf/model and conf/data: the keys are exactly the constructor's arguments, and all data files say its defaults."""
 
 import inspect
 
 import pytest
-import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from recipes.benchmarks.gradient_sets import alexnet_shapes, resnet50_shapes
-from tests.checkout import ROOT, tracked_in
+from tests.checkout import ROOT
 
-CONF = ROOT / "conf" / "model"
-NUM_PARAMETERS = {"alexnet_bn_imagenet": 62_380_232, "alexnet": 61_100_840, "resnet50": 25_557_032}
-
-
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
-def test_keys_are_exactly_the_arguments_of_the_constructor(name):
-    cfg = OmegaConf.load(CONF / f"{name}.yaml")
-    assert set(cfg) - {"_target_"} == set(inspect.signature(get_class(cfg._target_)).parameters)
+FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes", "batch_decoders"}
+MODELS = ("alexnet_bn_imagenet", "alexnet", "resnet50")
 
 
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
-def test_the_network_is_the_published_one(name):
-    with torch.device("meta"):
-        network = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
-        logits = network(torch.empty(2, 3, 224, 224))
-    assert logits.shape == (2, 1000)
-    assert sum(parameter.numel() for parameter in network.parameters()) == NUM_PARAMETERS[name]
-
-
-def test_every_file_is_known_here():
-    assert {path.stem for path in tracked_in(CONF, "*.yaml")} == {*NUM_PARAMETERS, "alexnet_bn"}
+@pytest.mark.parametrize("name", [*(f"model/{name}" for name in MODELS), "data/imagenet", "data/synthetic"])
+def test_a_file_holds_exactly_the_arguments_and_for_data_their_defaults(name):
+    conf = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{name}.yaml"))
+    arguments = inspect.signature(get_class(conf.pop("_target_"))).parameters
+    assert conf.keys() == arguments.keys()
+    for key in arguments.keys() - FROM_THE_RECIPE if name.startswith("data") else ():
+        default = arguments[key].default
+        assert conf[key] == (list(default) if isinstance(default, tuple) else default), key
 
 
 def test_benchmarks_gradients_are_in_the_shapes_that_their_records_were_measured_with():

@@ -7,14 +7,13 @@ import resource
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from recipes.cli import preflight
+from tests.checkout import ROOT
 from tests.toy import error_of
 
-ROOT = Path(__file__).resolve().parents[3]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -42,87 +41,57 @@ def in_namespaces(*, script: str, flags: str) -> str:
 MOUNT = "mount -t tmpfs -o size=8k none /mnt &&"
 
 
-def test_a_job_as_torchrun_starts_it_is_let_through(tmp_path):
-    preflight.check_environment(tmp_path / "new" / "folder ä", TORCHRUN)
-    assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # nothing is left behind
+WRONG = [
+    (TORCHRUN, {"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
+    (TORCHRUN, {"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number, at least 0"),
+    (TORCHRUN, {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
+    (TORCHRUN, {"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
+    (TORCHRUN, {"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
+    (TORCHRUN, {"WORLD_SIZE": "5"}, r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`"),
+    (TORCHRUN, {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set, as `TORCHELASTIC_RUN_ID` is"),
+    (TORCHRUN, {"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
+    (TORCHRUN, {"MASTER_ADDR": "no such host"}, r"`MASTER_ADDR` \(=no such host\) must be an address that this host"),
+    (TORCHRUN, {"OMP_NUM_THREADS": "0"}, r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero"),
+    (TORCHRUN, {"WANDB_MODE": "ofline"}, r"`WANDB_MODE` \(='ofline'\) must be online.* Set WANDB_MODE=offline\.$"),
+    (TORCHRUN, {"GLOO_SOCKET_IFNAME": "lo,eth99"}, r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name .*eth99 is none"),
+    (SLURM, {"SLURM_PROCID": "2"}, r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun"),
+    (SLURM, {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set, as `SLURM_NTASKS` is"),
+    # left behind: Lightning would take it for a launcher's, start no other rank, and wait for them
+    (
+        {},
+        {"LOCAL_RANK": "1", "MASTER_PORT": "29500"},
+        r"`LOCAL_RANK` \(=1\) must come with MASTER_ADDR and MASTER_PORT",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (TORCHRUN | {"RANK": "4"}, r"`RANK` \(=4\) must be below `WORLD_SIZE` \(=4\)"),
-        (TORCHRUN | {"RANK": "-1"}, r"`RANK` \(='-1'\) must be a whole number, at least 0"),
-        (TORCHRUN | {"RANK": "²"}, r"`RANK` \(='²'\) must be a whole number, at least 0"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, r"`LOCAL_RANK` \(=2\) must be below `LOCAL_WORLD_SIZE` \(=2\)"),
-        (TORCHRUN | {"GROUP_RANK": "2"}, r"`GROUP_RANK` \(=2\) must be below"),
-        (
-            TORCHRUN | {"WORLD_SIZE": "5"},
-            r"`WORLD_SIZE` \(=5\) must be `LOCAL_WORLD_SIZE \* GROUP_WORLD_SIZE`",
-        ),
-        (TORCHRUN | {"WORLD_SIZE": "many"}, r"`WORLD_SIZE` \(='many'\) must be a whole number"),
-        (TORCHRUN | {"LOCAL_RANK": None}, r"`LOCAL_RANK` must be set, as `TORCHELASTIC_RUN_ID` is"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, r"`MASTER_PORT` \(=70000\) must be a port"),
-        (TORCHRUN | {"MASTER_PORT": "http"}, r"`MASTER_PORT` \(='http'\) must be a whole number"),
-        (
-            TORCHRUN | {"MASTER_ADDR": "no such host"},
-            r"`MASTER_ADDR` \(=no such host\) must be an address that this host",
-        ),
-        (TORCHRUN | {"OMP_NUM_THREADS": "abc"}, r"`OMP_NUM_THREADS` \(='abc'\) must be a whole number above zero"),
-        (TORCHRUN | {"OMP_NUM_THREADS": "0"}, r"`OMP_NUM_THREADS` \(='0'\) must be a whole number above zero"),
-        (TORCHRUN | {"WANDB_MODE": "ofline"}, r"`WANDB_MODE` \(='ofline'\) must be online.* Set WANDB_MODE=offline\.$"),
-        (
-            TORCHRUN | {"WANDB_MODE": "xyz"},
-            r"`WANDB_MODE` \(='xyz'\) must be online, .* Set WANDB_MODE=offline\.$",
-        ),
-        (
-            TORCHRUN | {"GLOO_SOCKET_IFNAME": "lo,eth99"},
-            r"`GLOO_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none",
-        ),
-        (SLURM | {"SLURM_PROCID": "2"}, r"`SLURM_PROCID` \(=2\) must be below `SLURM_NTASKS` \(=2\).* with srun"),
-        (SLURM | {"SLURM_PROCID": "x"}, r"`SLURM_PROCID` \(='x'\) must be a whole number"),
-        (SLURM | {"SLURM_PROCID": None}, r"`SLURM_PROCID` must be set, as `SLURM_NTASKS` is"),
-        (SLURM | {"SLURM_NODEID": None}, r"`SLURM_NODEID` must be set"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value[:40],
-)
-def test_what_a_launcher_got_wrong_is_refused(variables, message):
-    variables = {name: value for name, value in variables.items() if value is not None}
+@pytest.mark.parametrize(("launcher", "changes", "message"), WRONG, ids=str)
+def test_what_a_launcher_got_wrong_is_refused(launcher, changes, message):
+    variables = {name: value for name, value in (launcher | changes).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         preflight.check_environment(None, variables)
 
 
-def test_a_job_as_srun_starts_it_is_let_through():
+def test_a_job_as_launchers_start_it_is_let_through(tmp_path):
+    preflight.check_environment(tmp_path / "new" / "folder ä", TORCHRUN)
+    assert list((tmp_path / "new" / "folder ä").iterdir()) == []  # nothing is left behind
     by_srun = SLURM | {"OMP_NUM_THREADS": "4,2", "WANDB_MODE": "offline"}
     by_lightning = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}  # in an interactive shell
     by_torchrun = TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"}
-    for variables in (by_srun, by_lightning, by_torchrun):
+    by_hand = {"LOCAL_RANK": "1", "MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"}
+    for variables in (by_srun, by_lightning, by_torchrun, by_hand):
         assert error_of(preflight.check_environment, None, variables) == ""
 
 
-def test_a_local_rank_that_somebody_left_behind_is_refused():
-    """Lightning would take it for a launcher's, start no other rank, and wait for them."""
-    left = {"LOCAL_RANK": "1"}
-    with pytest.raises(ValueError, match=r"`LOCAL_RANK` \(=1\) must come with MASTER_ADDR and MASTER_PORT"):
-        preflight.check_environment(None, left | {"MASTER_PORT": "29500"})
-    preflight.check_environment(None, left | {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"})
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
+def test_a_rank_beyond_the_trainers_world_is_refused():
+    place = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3}
+    preflight.check_place(**place)
+    for change, message in (
         ({"local_rank": 2}, r"`LOCAL_RANK` \(=2\) must be below `trainer.devices` \(=2\).*`unset LOCAL_RANK`"),
         ({"node_rank": 3}, r"`NODE_RANK` \(=3\) must be below `trainer.num_nodes` \(=3\).*set trainer.num_nodes\.$"),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_a_rank_beyond_the_trainers_world_is_refused(place, message):
-    given = {"local_rank": 1, "num_devices": 2, "node_rank": 2, "num_nodes": 3, **place}
-    if message is None:
-        preflight.check_place(**given)
-    else:
+    ):
         with pytest.raises(ValueError, match=message):
-            preflight.check_place(**given)
+            preflight.check_place(**place | change)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +105,7 @@ def test_as_many_files_as_are_allowed_may_be_open(monkeypatch, limits, allowed):
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append((which, both)))
     preflight.raise_descriptors()
     assert asked == ([] if allowed is None else [(resource.RLIMIT_NOFILE, (allowed, limits[1]))])
-
-
-def test_too_few_files_are_refused_before_ranks_fail_to_connect(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 255))  # before ranks fail to connect
     with pytest.raises(ValueError, match=r"`ulimit -n` \(=255\) must be at least 256"):
         preflight.check_environment(None, {})
 
@@ -179,20 +145,12 @@ def test_a_port_that_only_lingers_is_free():
     preflight.check_environment(None, {"MASTER_PORT": str(port)})
 
 
-def test_a_run_directory_that_takes_no_files_is_refused(tmp_path):
+def test_a_run_directory_that_takes_no_files_and_a_host_without_interfaces_are_found_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
         preflight.check_environment(tmp_path / "file" / "run", {})
-    with pytest.raises(ValueError, match=r"`hydra.run.dir`"):
-        preflight.check_environment("/proc/nowhere", {})
-
-
-def test_a_full_disk_is_found_before_training():
     output = in_namespaces(script='preflight.check_environment("/mnt/run", {})', flags="-m")
     assert "`hydra.run.dir` (=/mnt/run) must be a directory that can be written to: No space left" in output
-
-
-def test_a_host_without_any_interface_is_found_before_training():
     output = in_namespaces(script="preflight.check_environment(None, {})", flags="-n")
     assert "`MASTER_ADDR` (=127.0.0.1) must be an address that this host can reach: Network is unreachable" in output
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_hybrid.callbacks.run_report.figure import figure_of
 from recipes.hyperparams import study_report
-from recipes.hyperparams.study import UNTESTED, Cell, Study, TunedAxis
+from recipes.hyperparams.study import UNTESTED, Cell, Study
 from recipes.hyperparams.study_report import Interval, complete, markdown, paired
 from recipes.hyperparams.trial_log import TrialLog, TrialOutcome
 from recipes.hyperparams.trial_pool import TrialPool
@@ -79,15 +79,18 @@ def test_the_tables_say_what_the_trials_said(tmp_path):
     assert ["SGD", "fp32", "", "+0.0 ± 0.0 equal"] in rows
     assert ["LARS", "fp32", "-23.3 ± 68.1 open", "-23.3 ± 68.1 open"] in rows
     assert ["LARS, less", "fp32", "", "+0.0 ± 0.0 equal"] in rows
+    study_report.write_study(tmp_path, study, log, environment={})
+    assert ">LARS, fp32</text>" in (tmp_path / "accuracy.svg").read_text()
 
 
-def test_differences_are_paired_by_seed():
-    """Accuracies scatter by 20 points and more, their differences by none."""
+def test_differences_are_paired_by_seed_and_an_interval_is_students():
+    """Accuracies scatter by 20 points and more, their differences by none. t(0.95, 9) = 1.833 of ten values."""
     one, other = {1: 0.9, 2: 0.5, 3: 0.7}, {3: 0.69, 1: 0.89, 2: 0.49}
     difference = paired(one, other)
     assert difference.mean == pytest.approx(0.01)
     assert difference.half == pytest.approx(0.0, abs=1e-12)
     assert Interval.of(list(one.values())).half > 0.2
+    assert Interval.of([1.0, -1.0] * 5).half == pytest.approx(1.8331 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +102,6 @@ def test_differences_are_paired_by_seed():
 )  # fmt: skip
 def test_equal_means_that_the_whole_interval_is_within_the_margin(mean, half, verdict):
     assert Interval(mean=mean, half=half, num=10).verdict(0.005) == verdict
-
-
-def test_an_interval_is_students():
-    """t(0.95, 9) = 1.833: ten values with a deviation of 1 and a root of 10."""
-    values = [1.0, -1.0] * 5
-    assert Interval.of(values).half == pytest.approx(1.8331 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-4)
 
 
 def test_every_arm_is_tuned_at_the_same_points_of_the_unit_cube(tmp_path):
@@ -131,27 +128,21 @@ def test_tuning_takes_all_points_with_one_seed_and_the_best_with_the_others(tmp_
 
 
 def test_the_point_is_that_of_the_best_mean_over_the_seeds(tmp_path):
-    """The planted best rates are 0.1 and 0.2."""
-    study = study_of()
-    log, _, _ = run(study, tmp_path)
+    """The planted best rates are 0.1 and 0.2; a seed that diverges loses the point."""
+    study, nearest = study_of(), {}
+
+    def diverges_once(overrides, limits):
+        if "seed=9" in overrides and f"optim.lr={nearest[10]:.6g}" in overrides:
+            return TrialOutcome(overrides=overrides, status="diverged", reason="loss is nan")
+        return PlantedStudy()(overrides, limits)
+
     for batch_size, best in ((10, 0.1), (20, 0.2)):
         rates = [study.point(cell("SGD", batch_size), index)["lr"] for index in range(6)]
-        nearest = min(rates, key=lambda rate: max(rate / best, best / rate))
-        assert study.chosen_point(cell("SGD", batch_size), log)["lr"] == nearest
-
-
-def test_a_seed_that_diverges_loses_the_point(tmp_path):
-    class DivergesOnce(PlantedStudy):
-        def __call__(self, overrides, limits):
-            outcome = super().__call__(overrides, limits)
-            if "seed=9" in overrides and f"optim.lr={nearest:.6g}" in overrides:
-                return TrialOutcome(overrides=overrides, status="diverged", reason="loss is nan")
-            return outcome
-
-    study = study_of()
-    nearest = min((study.point(cell("SGD", 10), index)["lr"] for index in range(6)), key=lambda rate: abs(rate - 0.1))
-    log, _, _ = run(study, tmp_path, DivergesOnce())
-    assert study.chosen_point(cell("SGD", 10), log)["lr"] != nearest
+        nearest[batch_size] = min(rates, key=lambda rate: max(rate / best, best / rate))
+    log, _, _ = run(study, tmp_path)
+    assert {size: study.chosen_point(cell("SGD", size), log)["lr"] for size in nearest} == nearest
+    log, _, _ = run(study, tmp_path / "diverges", diverges_once)
+    assert study.chosen_point(cell("SGD", 10), log)["lr"] != nearest[10]
 
 
 def test_the_linear_rule_scales_rate_and_warm_up_of_the_smallest_batch_to_their_limit(tmp_path):
@@ -202,68 +193,21 @@ def test_a_study_goes_on_where_it_was(tmp_path):
     assert len(reported) == len(everything) - 17
     assert markdown(study, log) == markdown(study, whole)
     _, reported, is_complete = run(study, tmp_path, budget_s=0.0)
-    assert is_complete
-    assert reported == []
-
-
-def test_a_mean_waits_for_all_of_its_seeds_and_a_study_without_time_is_not_complete(tmp_path):
-    log, _, _ = run(study_of(seeds=(1, 2)), tmp_path)
-    assert len(complete(study_of(seeds=(1, 2)), log)) == 7
-    study = study_of(seeds=(1, 2, 3))
-    assert complete(study, log) == {}
+    assert (is_complete, reported) == (True, [])
+    assert len(complete(study, log)) == 7
+    assert complete(study_of(seeds=(1, 2, 3, 4)), log) == {}  # a mean waits for all of its seeds
     log, reported, is_complete = run(study, tmp_path / "none", budget_s=0.0)
     assert (is_complete, reported) == (False, [])
-    study_report.write_study(tmp_path, study, log, environment={})
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
-def test_an_arm_with_a_point_is_tested_there_and_so_are_those_that_take_it(tmp_path):
-    arms = {
-        "SGD": {"overrides": ["optim=sgd"], "point": {"lr": 0.123456, "warmup": 2}},
-        "SGD, int8": {"overrides": ["optim=sgd", "x=8"], "point_of": "SGD", "like": "SGD"},
-    }
-    study = study_of(arms=arms)
-    log, reported, _ = run(study, tmp_path)
-    assert len(reported) == 2 * 2 * 3  # tests alone: arms, batches, seeds
-    assert all("optim.lr=0.123456" in outcome.overrides for _, outcome in reported)
-    assert not any("momentum" in override for _, outcome in reported for override in outcome.overrides)
-    rows = markdown(study, log).splitlines()
-    assert any("SGD, int8" in row and row.count("+0.0 ± 0.0 equal") == 2 for row in rows)
-
-
-def test_what_a_codec_lost_and_the_skipped_steps_have_tables(tmp_path):
-    def rounds(overrides, limits):
-        outcome = PlantedStudy()(overrides, limits)
-        given = dict(override.split("=", 1) for override in overrides)
-        lost = {"comm/quantisation_nmse": float(given["seed"]) * 1e-3} if "x" in given else {}
-        return replace(outcome, metrics={**outcome.metrics, **lost, "train/skipped_steps": int(given["seed"])})
-
-    study = study_of()
-    log, _, _ = run(study, tmp_path, rounds)
-    assert "| 0.002 (0.001 to 0.003) |" in markdown(study, log)
-    assert "| 1, 2, 3 " in markdown(study, log)
-    plain, _, _ = run(study, tmp_path / "plain")
-    assert "Skipped" not in markdown(study, plain)
-
-
-def test_an_arm_whose_tuning_failed_has_an_empty_place(tmp_path):
-    def fails(overrides, limits):
-        return TrialOutcome(overrides=overrides, status="failed", reason="none")
-
-    study = study_of()
-    log, _, is_complete = run(study, tmp_path, fails)
-    assert is_complete
-    assert complete(study, log) == {}
-
-
-def test_the_picture_has_a_line_for_each_arm_against_share_and_updates(tmp_path):
+def test_the_picture_shows_how_far_each_arm_is_from_the_small_batch_and_joins_no_two_arms(tmp_path):
     study = study_of()
     log, _, _ = run(study, tmp_path)
-    panels = study_report.picture(study, log).axes
-    assert [len(panel.containers) for panel in panels] == [3, 3]
-    drawn = panels[0].containers[2].lines[0]  # LARS
-    assert list(drawn.get_ydata()) == pytest.approx([100 * 1.7 / 3] * 2)
-    assert drawn.get_xdata()[1] == pytest.approx(100, rel=0.03)
+    panels = figure_of(study_report.panels_of(study, log)).axes
+    assert [[tick.get_text() for tick in panel.get_yticklabels()] for panel in panels] == [["LARS, fp32"]] * 2
+    interval, dot = panels[0].lines
+    assert [*interval.get_xdata(), *dot.get_xdata()] == pytest.approx([-91.5, 44.8, -23.3], abs=0.1)
+    assert min(panels[0].get_xlim()) < -300 * study.margin  # so that the margin can be seen
 
 
 MISTAKES = {
@@ -308,8 +252,3 @@ def test_every_trial_of_a_study_can_be_configured(name):
         num_parts = cfg.trainer.devices * cfg.trainer.accumulate_grad_batches
         assert num_parts * cfg.batch_size_per_rank == one.batch_size
         assert cfg.data.seed == study.seeds[0]
-
-
-def test_an_axis_goes_from_end_to_end():
-    axis = TunedAxis(override="x={}", low=1.0, high=100.0)
-    assert [axis.value(unit) for unit in (0.0, 0.5, 1.0)] == [1.0, 10.0, 100.0]

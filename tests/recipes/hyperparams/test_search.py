@@ -7,9 +7,9 @@ import math
 import pytest
 
 from recipes.hyperparams import report as search_report
-from recipes.hyperparams.coarse_to_fine import Axis, CoarseToFine
+from recipes.hyperparams.coarse_to_fine import CoarseToFine
 from recipes.hyperparams.optuna_backend import OptunaSearch
-from recipes.hyperparams.trial_log import TrialOutcome, best_of
+from recipes.hyperparams.trial_log import best_of
 from tests.recipes.hyperparams.planted import Planted
 from tests.recipes.hyperparams.test_coarse_to_fine import LR, rates, searched
 
@@ -25,26 +25,6 @@ def test_the_table_has_every_trial_once_best_first_with_round_and_reason(tmp_pat
     assert len(rows) == 7
     assert rows[-1][1:4] == ["100", "", "failed"]
     assert rows[-1][-1] == "RuntimeError: no memory left"
-
-
-def test_a_best_value_at_an_end_of_the_range_is_reported(tmp_path):
-    run, _ = searched(tmp_path / "a", Planted(optimum=1e3))
-    assert search_report.edges(run.rounds, [LR], mode="min") == ["lr"]
-    run, _ = searched(tmp_path / "b", Planted(optimum=1.0))
-    assert search_report.edges(run.rounds, [LR], mode="min") == []
-
-
-def test_the_picture_shows_every_trial_of_each_round(tmp_path):
-    run, _ = searched(tmp_path, Planted(optimum=1.0, diverge_above=20.0))
-    figure = search_report.picture(run.rounds, [LR], title="t", **SAYS)
-    counts = [[len(line.get_xdata()) for line in axes.lines] for axes in figure.axes]
-    assert counts == [[4, 0, 1, 1], [3, 0, 1, 0], [3, 0, 1, 0]]  # done, stopped, best, lost
-
-
-def test_a_search_without_any_result_can_be_written(tmp_path):
-    lost = [TrialOutcome(overrides=("lr=1",), status="failed", reason="r")]
-    search_report.write_search(tmp_path, [lost], [LR], title="t", **SAYS)
-    assert (tmp_path / "search.png").stat().st_size > 5_000
 
 
 # ---- Optuna ----------------------------------------------------------------------------------------------------------
@@ -78,20 +58,7 @@ def test_optuna_goes_on_and_runs_no_trial_twice(tmp_path):
     assert len(calls.read_text().splitlines()) == 12 + 5
 
 
-def test_optuna_asks_within_the_axis(tmp_path):
-    needs_optuna()
-    linear = Axis(key="lr", low=0.5, high=0.6, num=2, scale="linear")
-    run, _ = searched(tmp_path, Planted(), axes=(linear,), backend=OptunaSearch(num_trials=5, num_at_a_time=3))
-    assert len(run.seen()) == 5
-    assert all(0.5 <= rate <= 0.6 for rate in rates(run.seen()))
-
-
 def test_a_missing_optuna_is_reported_with_its_cure(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ValueError, match=r"needs the package optuna.*pip install 'lightning-hybrid\[search\]'"):
         OptunaSearch()
-
-
-def test_no_trials_are_refused():
-    with pytest.raises(ValueError, match=r"`backend.num_trials` \(=0\)"):
-        OptunaSearch(num_trials=0)

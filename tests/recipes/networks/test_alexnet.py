@@ -8,67 +8,6 @@ from torch import nn
 
 from recipes.networks.alexnet import AlexNet, AlexNetBN
 
-
-def small(**changes):
-    return AlexNetBN(**{"num_classes": 10, "in_channels": 1, "image_size": 16, "width": 0.125} | changes)
-
-
-def layer_types(module):
-    names = {nn.Conv2d: "conv", nn.BatchNorm2d: "bn", nn.ReLU: "relu", nn.MaxPool2d: "pool"}
-    return " ".join(names[type(layer)] for layer in module.features)
-
-
-def test_layers_come_in_the_published_order():
-    block = "conv bn relu"
-    assert layer_types(small()) == f"{block} pool {block} pool {block} {block} {block} pool bn"
-
-
-def test_at_full_width_channels_are_alexnets():
-    with torch.device("meta"):
-        network = AlexNetBN(num_classes=1000, in_channels=3, image_size=227, stem_kernel=11, stem_stride=4)
-    convs = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
-    assert [conv.out_channels for conv in convs] == [96, 256, 384, 384, 256]
-    assert all(conv.groups == 1 and conv.bias is None for conv in convs)
-    assert (network.fc6.out_features, network.fc7.out_features, network.fc8.out_features) == (4096, 4096, 1000)
-
-
-@pytest.mark.parametrize("image_size", [8, 16, 28, 33])
-@pytest.mark.parametrize("stem", [{}, {"stem_kernel": 5, "stem_stride": 2}], ids=["stem 3/1", "stem 5/2"])
-def test_any_image_size_gives_one_row_of_logits_per_image(image_size, stem):
-    network = small(image_size=image_size, **stem)
-    assert network(torch.zeros(3, 1, image_size, image_size)).shape == (3, 10)
-
-
-def test_convolutions_start_at_fan_in_scale_and_connected_layers_gaussian():
-    """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these; 10 % are five times that."""
-    torch.manual_seed(0)
-    network = small(width=0.5)
-    for layer in network.modules():
-        if isinstance(layer, nn.Conv2d) and layer.in_channels > 1:
-            fan_in = layer.in_channels * layer.kernel_size[0] ** 2
-            assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.1)
-    assert network.fc7.weight.std().item() == pytest.approx((2 / 2048) ** 0.5, rel=0.1)
-    assert network.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
-    assert not any(layer.bias.any() for layer in (network.fc6, network.fc7, network.fc8))
-
-
-def test_dropout_follows_both_hidden_layers():
-    network, shapes = small(), []
-    network.dropout.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-    network(torch.zeros(2, 1, 16, 16))
-    assert shapes == [(2, 512), (2, 512)]
-
-
-def test_dropout_is_off_in_evaluation_and_at_zero():
-    images = torch.randn(4, 1, 16, 16)
-    network = small().eval()
-    assert torch.equal(network(images), network(images))
-    without = small(dropout=0.0)
-    assert torch.equal(without(images), without(images))
-    dropping = small(dropout=0.9)
-    assert not torch.equal(dropping(images), dropping(images))
-
-
 IMAGENET = {
     "num_classes": 1000,
     "in_channels": 3,
@@ -83,84 +22,100 @@ IMAGENET = {
 }
 
 
+def small(**changes):
+    return AlexNetBN(**{"num_classes": 10, "in_channels": 1, "image_size": 16, "width": 0.125} | changes)
+
+
 def imagenet(**changes):
     with torch.device("meta"):
         return AlexNetBN(**(IMAGENET | changes))
+
+
+def layers_of(network, kind):
+    return [layer for layer in network.modules() if isinstance(layer, kind)]
 
 
 def numel(tensors):
     return sum(tensor.numel() for tensor in tensors)
 
 
-def weights_of(network, kind):
-    return [layer.weight for layer in network.modules() if isinstance(layer, kind)]
+@pytest.mark.parametrize("pool5_bn", [True, False])
+def test_layers_come_in_the_published_order_or_in_that_of_nvcaffes_lars_experiments(pool5_bn):
+    names = {nn.Conv2d: "conv", nn.BatchNorm2d: "bn", nn.ReLU: "relu", nn.MaxPool2d: "pool"}
+    plain = small(pool5_bn=pool5_bn)
+    nvcaffe = small(bn_position="after_pool", conv_bias=True, pool5_bn=pool5_bn)
+    block = "conv bn relu"
+    orders = {
+        plain: f"{block} pool {block} pool {block} {block} {block} pool",
+        nvcaffe: "conv relu pool bn conv relu pool bn conv relu bn conv relu bn conv relu pool",
+    }
+    for network, order in orders.items():
+        found = " ".join(names[type(layer)] for layer in network.features)
+        assert found == order + pool5_bn * " bn"
+        assert {conv.bias is not None for conv in layers_of(network, nn.Conv2d)} == {network is nvcaffe}
+        assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("image_size", [8, 33])
+@pytest.mark.parametrize("stem", [{}, {"stem_kernel": 5, "stem_stride": 2}], ids=["stem 3/1", "stem 5/2"])
+def test_any_image_size_gives_one_row_of_logits_per_image(image_size, stem):
+    assert small(image_size=image_size, **stem)(torch.zeros(3, 1, image_size, image_size)).shape == (3, 10)
 
 
 def test_at_imagenets_size_parameters_split_as_the_docstring_says():
     network = imagenet()
+    convs = layers_of(network, nn.Conv2d)
+    assert [conv.out_channels for conv in convs] == [96, 256, 384, 384, 256]
+    assert all(conv.groups == 1 and conv.bias is None for conv in convs)
     assert numel(network.parameters()) == 62_380_232
-    assert numel(weights_of(network, nn.Conv2d)) == 3_745_824
-    assert numel(weights_of(network, nn.Linear)) == 58_621_952
+    assert numel(conv.weight for conv in convs) == 3_745_824
+    assert numel(layer.weight for layer in layers_of(network, nn.Linear)) == 58_621_952
     assert numel(layer.bias for layer in (network.fc6, network.fc7, network.fc8)) == 9_192
-    *in_convolutions, bn5 = [layer for layer in network.modules() if isinstance(layer, nn.BatchNorm2d)]
-    assert [layer.num_features for layer in in_convolutions] == [96, 256, 384, 384, 256]
+    *in_convolutions, bn5 = layers_of(network, nn.BatchNorm2d)
     assert sum(numel(layer.parameters()) for layer in in_convolutions) == 2_752
     assert numel(bn5.parameters()) == 512
-
-
-def test_without_batch_norm_it_has_the_62_million_parameters_of_the_article():
-    network = imagenet(conv_bias=True)
-    norms = sum(numel(layer.parameters()) for layer in network.modules() if isinstance(layer, nn.BatchNorm2d))
-    assert numel(network.parameters()) - norms == 62_378_344
-
-
-def test_the_share_without_weight_decay_is_the_published_0_02_percent():
-    network = imagenet()
     excluded = numel(parameter for parameter in network.parameters() if parameter.dim() == 1)
-    assert round(100 * excluded / numel(network.parameters()), 2) == 0.02
+    assert round(100 * excluded / numel(network.parameters()), 2) == 0.02  # as published: the share without decay
+    with_bias = imagenet(conv_bias=True)
+    norms = sum(numel(layer.parameters()) for layer in layers_of(with_bias, nn.BatchNorm2d))
+    assert numel(with_bias.parameters()) - norms == 62_378_344  # of the article, without batch norm
 
 
 @pytest.mark.parametrize("crop", [{}, {"image_size": 227, "stem_padding": 0}], ids=["224", "227"])
 def test_at_imagenets_size_feature_maps_are_the_published_ones(crop):
     network, sizes = imagenet(**crop), []
-    for layer in network.features:
-        if isinstance(layer, nn.Conv2d | nn.MaxPool2d):
-            layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.shape[-1]))
+    for layer in layers_of(network.features, nn.Conv2d | nn.MaxPool2d):
+        layer.register_forward_hook(lambda layer, inputs, output: sizes.append(output.shape[-1]))
     image_size = crop.get("image_size", 224)
     network(torch.empty(2, 3, image_size, image_size, device="meta"))
     assert sizes == [55, 27, 27, 13, 13, 13, 13, 6]
-    assert [conv.kernel_size[0] for conv in network.features if isinstance(conv, nn.Conv2d)] == [11, 5, 3, 3, 3]
+    assert [conv.kernel_size[0] for conv in layers_of(network, nn.Conv2d)] == [11, 5, 3, 3, 3]
     assert network.fc6.in_features == 9216
 
 
 def test_without_bn5_only_bn5_is_missing():
     with_bn5, without = small(), small(pool5_bn=False)
     assert list(without.state_dict()) == [name for name in with_bn5.state_dict() if not name.startswith("features.18")]
-    assert isinstance(with_bn5.features[18], nn.BatchNorm2d)
     assert with_bn5.features[18].num_features == with_bn5.features[14].out_channels
 
 
-@pytest.mark.parametrize(("pool5_bn", "last"), [(True, " bn"), (False, "")])
-def test_after_pool_is_the_layout_of_nvcaffes_lars_experiments(pool5_bn, last):
-    network = small(bn_position="after_pool", pool5_bn=pool5_bn, conv_bias=True)
-    first_four = "conv relu pool bn conv relu pool bn conv relu bn conv relu bn"
-    assert layer_types(network) == f"{first_four} conv relu pool{last}"
-    assert all(conv.bias is not None for conv in network.features if isinstance(conv, nn.Conv2d))
-    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
-
-
-def test_hidden_layers_start_at_the_given_deviation_and_biases_at_zero():
-    """A sample deviation is off by std / sqrt(2 n), 0.7 % for the 10,240 weights of fc8; 3 % are four times that."""
+def test_layers_start_at_fan_in_scale_or_at_the_given_deviation_and_biases_at_zero():
+    """A sample deviation is off by std / sqrt(2 n), which is under 2 % for each of these; 10 % are five times that."""
     torch.manual_seed(0)
-    network = small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)
-    for layer in (network.fc6, network.fc7):
-        assert layer.weight.std().item() == pytest.approx(0.005, rel=0.03)
-    assert network.fc8.weight.std().item() == pytest.approx(0.01, rel=0.03)
-    assert not any(layer.bias.any() for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
+    network, given = small(width=0.5), small(width=0.25, image_size=32, fc_std=0.005, conv_bias=True)
+    for layer in layers_of(network, nn.Conv2d):
+        if layer.in_channels > 1:
+            fan_in = layer.in_channels * layer.kernel_size[0] ** 2
+            assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.1)
+    assert network.fc7.weight.std().item() == pytest.approx((2 / 2048) ** 0.5, rel=0.1)
+    assert [layer.weight.std().item() for layer in (given.fc6, given.fc7)] == pytest.approx([0.005] * 2, rel=0.03)
+    for each in (network, given):
+        assert each.fc8.weight.std().item() == pytest.approx(0.01, rel=0.1)
+        assert not any(layer.bias.any() for layer in layers_of(each, nn.Conv2d | nn.Linear) if layer.bias is not None)
 
 
-def test_batch_norm_options_reach_every_batch_norm():
-    layers = [layer for layer in small(bn_eps=0.5, bn_momentum=0.25).modules() if isinstance(layer, nn.BatchNorm2d)]
+def test_options_reach_every_batch_norm():
+    layers = layers_of(small(bn_eps=0.5, bn_momentum=0.25), nn.BatchNorm2d)
     assert [(layer.eps, layer.momentum) for layer in layers] == [(0.5, 0.25)] * 6
 
 
@@ -179,14 +134,9 @@ class AsRecorded(nn.Module):
         self.features = nn.Sequential(*layers, nn.BatchNorm2d(32))
         self.fc6, self.fc7, self.fc8 = nn.Linear(32 * 2 * 2, 512), nn.Linear(512, 512), nn.Linear(512, 10)
         self.dropout = nn.Dropout(0.5)
-        for layer in self.features:
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
-        for layer, std in (
-            (self.fc6, math.sqrt(2 / 128)),
-            (self.fc7, math.sqrt(2 / 512)),
-            (self.fc8, 0.01),
-        ):
+        for layer in layers_of(self.features, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
+        for layer, std in ((self.fc6, math.sqrt(2 / 128)), (self.fc7, math.sqrt(2 / 512)), (self.fc8, 0.01)):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
 
@@ -196,7 +146,7 @@ class AsRecorded(nn.Module):
 
 
 def test_the_digits_network_is_the_recorded_one_bit_for_bit():
-    """Names, weights, what is drawn afterwards, and a training step with dropout."""
+    """Names, weights, what is drawn afterwards, and a training step with dropout after both hidden layers."""
     results = []
     for make in (AsRecorded, small):
         torch.manual_seed(7)
@@ -209,6 +159,9 @@ def test_the_digits_network_is_the_recorded_one_bit_for_bit():
     assert all(torch.equal(state[name], recorded[name]) for name in state)
     assert torch.equal(logits, recorded_logits)
     assert all(torch.equal(a, b) for a, b in zip(grads, recorded_grads, strict=True))
+    images = torch.randn(4, 1, 16, 16)
+    for without in (network.eval(), small(dropout=0.0)):
+        assert torch.equal(without(images), without(images))
 
 
 def test_plain_alexnet_takes_images_of_63_pixels_and_more():

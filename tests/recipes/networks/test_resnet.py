@@ -87,22 +87,20 @@ def test_the_variant_says_which_convolution_of_a_bottleneck_has_the_stride(varia
     assert all(block.conv2.stride == (1, 1) for block in network.layer1)
 
 
-def sizes_in(network, images):
-    sizes = {}
+@pytest.mark.parametrize(
+    ("network", "images", "expected"),
+    [
+        (on_meta(ResNet), torch.empty(2, 3, 224, 224, device="meta"), [112, 56, 56, 28, 14, 7]),
+        (tiny(), torch.randn(2, 2, 32, 32), [32, 32, 32, 16, 8, 4]),
+    ],
+    ids=["as in the table", "small stem"],
+)
+def test_sizes_are_those_of_the_table_and_the_small_stem_keeps_that_of_small_images(network, images, expected):
+    sizes = []
     for name in ("conv1", "maxpool", "layer1", "layer2", "layer3", "layer4"):
-        getattr(network, name).register_forward_hook(
-            lambda module, inputs, output, name=name: sizes.__setitem__(name, output.shape[-1])
-        )
+        getattr(network, name).register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[-1]))
     assert network(images).shape == (len(images), network.fc.out_features)
-    return list(sizes.values())
-
-
-def test_sizes_are_those_of_the_table():
-    assert sizes_in(on_meta(ResNet), torch.empty(2, 3, 224, 224, device="meta")) == [112, 56, 56, 28, 14, 7]
-
-
-def test_the_small_stem_keeps_the_size_of_small_images():
-    assert sizes_in(tiny(), torch.randn(2, 2, 32, 32)) == [32, 32, 32, 16, 8, 4]
+    assert sizes == expected
 
 
 @pytest.mark.parametrize("depth", [18, 50])
@@ -129,37 +127,25 @@ def test_convolutions_start_at_fan_in_scale_and_fc_at_one_hundredth():
     assert not network.fc.bias.any()
 
 
-def zero_gammas(network):
-    return {
-        name for name, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d) and not layer.weight.any()
-    }
-
-
 @pytest.mark.parametrize(("depth", "last"), [(18, "bn2"), (50, "bn3")])
 def test_zero_gamma_says_which_normalisations_start_at_zero(depth, last):
-    blocks = {
-        name: block for name, block in tiny(depth=depth).named_modules() if isinstance(block, BasicBlock | Bottleneck)
-    }
+    def norms(**options):
+        network = tiny(depth=depth, bn_eps=0.5, bn_momentum=0.25, **options)
+        found = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        assert {(layer.eps, layer.momentum) for layer in found.values()} == {(0.5, 0.25)}
+        return {name for name, layer in found.items() if not layer.weight.any()}
+
+    modules = tiny(depth=depth).named_modules()
+    blocks = {name: block for name, block in modules if isinstance(block, BasicBlock | Bottleneck)}
     projected = {f"{name}.downsample.1" for name, block in blocks.items() if block.downsample is not None}
-    assert zero_gammas(tiny(depth=depth)) == {f"{name}.{last}" for name in blocks}
-    assert zero_gammas(tiny(depth=depth, zero_gamma="shortcut")) == projected
+    assert norms() == {f"{name}.{last}" for name in blocks}
+    assert norms(zero_gamma="shortcut") == projected
     assert len(projected) == (4 if depth == 50 else 3)
-    assert zero_gammas(tiny(depth=depth, zero_gamma="none")) == set()
-
-
-@pytest.mark.parametrize("depth", [18, 50])
-def test_a_block_starts_as_its_shortcut(depth):
-    network = tiny(depth=depth)
-    for block in (network.layer1[1], network.layer2[0]):
+    assert norms(zero_gamma="none") == set()
+    for name in ("layer1.1", "layer2.0"):  # so a block starts as its shortcut
+        block = blocks[name]
         x = torch.randn(2, block.conv1.in_channels, 8, 8)
-        shortcut = x if block.downsample is None else block.downsample(x)
-        assert torch.equal(block(x), shortcut.relu())
-
-
-def test_batch_norm_options_reach_every_batch_norm():
-    layers = [layer for layer in tiny(bn_eps=0.5, bn_momentum=0.25).modules() if isinstance(layer, nn.BatchNorm2d)]
-    assert len(layers) == 20
-    assert {(layer.eps, layer.momentum) for layer in layers} == {(0.5, 0.25)}
+        assert torch.equal(block(x), (x if block.downsample is None else block.downsample(x)).relu())
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ from recipes.planning.layers import layers_of
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import pipeline_choices, what_pays
 from recipes.planning.scenario import Scenario
+from tests.checkout import ROOT
 from tests.evidence.planner.known_clusters import cluster_of, vgg16
-from tests.evidence.planner.pipeline_rows import pipedream_rows, pipeline_rows
+from tests.evidence.planner.pipeline_rows import pipeline_rows
 from tests.recipes.planning.test_simulate import reported, scenario
 
 STATE = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
 IMAGE = (3, 224, 224)
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def on_meta(make, **arguments):
@@ -60,13 +59,9 @@ def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
     on_cpu = peak(ResNet(**small), torch.zeros(shape))
     assert on_cpu == peak(on_meta(ResNet, **small), torch.empty(shape, device="meta"))
     assert on_cpu > 2 * 3 * 32 * 32 * 4
-
-
-def test_a_view_is_not_counted_and_what_was_freed_no_longer():
     with LiveBytes() as live:
         one = torch.empty(100, device="meta")
-        view = one[:50].view(5, 10)
-        assert live.now == 400
+        view = one[:50].view(5, 10)  # is not counted
         del one
         assert live.now == 400
         del view
@@ -153,34 +148,31 @@ def report(memory_bytes, *needs, batch_size=10):
 ASKED, SHARED, AGAIN = ([], 60e9, 40e9), (["x=node"], 50e9, 40e9), (["y=true"], 60e9, 10e9)
 
 
-def test_what_fits_is_said_with_the_largest_batch_that_does():
-    found = report(120e9, ASKED, SHARED)
-    assert found.largest_batch == 12
-    said = found.sentence((), "GPU")
-    assert said.startswith("A GPU needs 100 GB: 60 for ")
-    assert said.endswith(
-        "40 for activations. That fits into 120 GB, of which a tenth stays free; batch_size_per_rank up to 12 does."
-    )
+SAID = [
+    (
+        120e9,
+        [ASKED, SHARED],
+        r"^A GPU needs 100 GB: 60 for .*40 for activations\. That fits into 120 GB, of which a tenth stays free; "
+        r"batch_size_per_rank up to 12 does\.$",
+        12,
+    ),
+    (
+        90e9,
+        [ASKED, SHARED, AGAIN, (["z=never"], 1.0, 1.0)],
+        r"That does not fit into 90 GB.* Try, in this order: x=node \(90 GB\), y=true \(70 GB, fits: c\)\. "
+        r"Or batch_size_per_rank=5, and accumulate the rest of the global batch\.$",
+        5,
+    ),
+    (10e9, [ASKED, SHARED], r"a smaller network or larger GPUs, as no pipeline in a node fits either\.$", 0),
+    (None, [ASKED], r"give cluster\.gpu_memory_bytes=<bytes>\.$", None),
+]
 
 
-def test_what_to_try_ends_with_the_first_that_fits():
-    said = report(90e9, ASKED, SHARED, AGAIN, (["z=never"], 1.0, 1.0)).sentence((), "GPU")
-    assert "That does not fit into 90 GB" in said
-    assert "Try, in this order: x=node (90 GB), y=true (70 GB, fits: c)." in said
-    assert said.endswith("Or batch_size_per_rank=5, and accumulate the rest of the global batch.")
-
-
-def test_where_nothing_fits_it_is_said():
-    found = report(10e9, ASKED, SHARED)
-    assert found.largest_batch == 0
-    assert not found.is_data_parallel_possible
-    assert found.sentence((), "rank").endswith(
-        "a smaller network or larger GPUs, as no pipeline in a node fits either."
-    )
-
-
-def test_an_unknown_device_is_asked_for():
-    assert report(None, ASKED).sentence((), "rank").endswith("give cluster.gpu_memory_bytes=<bytes>.")
+@pytest.mark.parametrize(("memory_bytes", "needs", "words", "largest_batch"), SAID)
+def test_what_fits_is_said_or_what_to_try_up_to_the_first_that_does(memory_bytes, needs, words, largest_batch):
+    found = report(memory_bytes, *needs)
+    assert re.search(words, found.sentence((), "GPU"))
+    assert found.largest_batch == largest_batch
 
 
 # ---- which parallelism pays ------------------------------------------------------------------------------------------
@@ -190,9 +182,7 @@ def choices_of(found: Scenario, usable_bytes=None, **more):
     return pipeline_choices(found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "num_nodes"), [("p40_roce", 1), ("p40_roce", 16), ("cloud_25gbe", 4), ("dgx_h100", 16)]
-)
+@pytest.mark.parametrize(("cluster", "num_nodes"), [("p40_roce", 1), ("dgx_h100", 16)])
 def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster, num_nodes):
     found = scenario(cluster=cluster_of(cluster, num_nodes))
     choices = choices_of(found)
@@ -217,29 +207,22 @@ def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
     assert best.sent_bytes == (4096 * 2 * images,) * 7
 
 
-def test_a_pipeline_that_needs_more_memory_than_there_is_is_left_out():
+def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_needs_too_much_is_left_out():
     found = scenario(cluster=cluster_of("p40_roce", 1))
     free = choices_of(found)
+
+    def best(choices):
+        asked = ("1f1b", 2, 16)
+        return next(each for each in choices if (each.schedule, each.num_ranks, each.num_microbatches) == asked)
+
+    plain, again = best(free), best(choices_of(found, recomputes=True))
+    assert again.most_bytes < plain.most_bytes
+    assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
+    assert again.settings[-1] == "strategy.checkpoint_activations=true"
     room = 0.5 * max(choice.most_bytes for choice in free)
     fitting = choices_of(found, usable_bytes=room)
     assert 0 < len(fitting) < len(free)
     assert all(choice.most_bytes <= room for choice in fitting)
-    assert choices_of(found, usable_bytes=1e6) == []
-
-
-def test_recomputing_blocks_needs_less_memory_and_a_third_more_time():
-    found = scenario(cluster=cluster_of("p40_roce", 1))
-
-    def best(**more):
-        choices = choices_of(found, **more)
-        return next(
-            each for each in choices if (each.schedule, each.num_ranks, each.num_microbatches) == ("1f1b", 2, 16)
-        )
-
-    plain, again = best(), best(recomputes=True)
-    assert again.most_bytes < plain.most_bytes
-    assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
-    assert again.settings[-1] == "strategy.checkpoint_activations=true"
 
 
 def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
@@ -261,23 +244,13 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
 
 def test_published_pipelines_and_memory_are_as_recorded_and_as_the_readme_says():
     """The rows that are off are in the record too; the table of the README has their ratios."""
-    folder = ROOT / "recipes" / "records" / "simulate" / "2026-11-22_check_pipelines"
-    _, *content = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
     now = pipeline_rows()
-    assert [row["what"] for row in content] == [row.what for row in now]
-    assert [row["predicted"] for row in content] == pytest.approx([row.predicted for row in now], rel=1e-6)
+    assert [row.recorded for row in now] == pytest.approx([row.predicted for row in now], rel=1e-6)
     readme = (ROOT / "lightning_hybrid" / "planning" / "README.md").read_text()
     speed_ups = [row for row in now if row.what.startswith("ResNet-101")]
     assert f"{', '.join(f'{row.ratio:.2f}' for row in speed_ups)} |" in readme
     assert all(0.9 < row.ratio < 1.25 for row in speed_ups)
     assert max(abs(row.ratio - 1) for row in now if "ZeRO" in row.what) < 0.02
-
-
-def test_pipedreams_planner_sets_the_fully_connected_layers_on_one_worker():
-    """Its published configuration for VGG-16 on 16 GPUs has them in a last stage of one; AlexNet's is "15-1"."""
-    found = {row.what.partition(",")[0]: row.note for row in pipedream_rows()}
-    assert found["vgg16"].endswith(", 1 from 31")  # what flattens
-    assert found["alexnet"].endswith("15 from features.0, 1 from avgpool")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

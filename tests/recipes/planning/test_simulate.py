@@ -20,7 +20,7 @@ from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.networks.resnet import ResNet
 from recipes.planning import memory_report
 from recipes.planning.gradient_timing import time_gradients
-from recipes.planning.layers import layers_of, measured_work, work_of
+from recipes.planning.layers import measured_work, work_of
 from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
@@ -28,10 +28,9 @@ from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
-from tests.evidence.planner.published_rows import published_rows
+from tests.evidence.planner.published import published_rows
 from tests.recipes.composed import composed
 
-RECORDS = ROOT / "recipes" / "records" / "simulate"
 NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
 
 
@@ -55,9 +54,7 @@ def measured_once(measure):
 
     def of(model, image_shape, **ask):
         key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
-        if key not in known:
-            known[key] = measure(model, image_shape, **ask)
-        return known[key]
+        return known[key] if key in known else known.setdefault(key, measure(model, image_shape, **ask))
 
     return of
 
@@ -107,49 +104,41 @@ def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
-    [
-        (
-            "cloud_25gbe",
-            r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level",
-        ),
-        ("cloud_100gbe", r"None of .* saves 1% over the configured one \(two_level, .* may cost as much\)\."),
-    ],
-)
-def test_the_answer_recommends_a_hierarchy_where_a_run_would_choose_one(monkeypatch, cluster, words):
-    """It has to save a twentieth over all that is flat, the configured plan too: at 100 Gbit/s it saves 3 %."""
-    ask = [f"cluster={cluster}", "num_nodes=2", "scaling_ranks=[]", "images_per_s=20000"]
-    assert re.search(words, reported(monkeypatch, *ask).answer())
-
-
-@pytest.mark.parametrize(
     ("ask", "words"),
     [
         (
-            ["cluster=dgx_h100", "num_nodes=16"],
+            "cluster=cloud_25gbe num_nodes=2 images_per_s=20000",  # as a run would choose: it saves a twentieth
+            r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level",
+        ),
+        (
+            "cluster=cloud_100gbe num_nodes=2 images_per_s=20000",  # over all that is flat, the configured plan too
+            r"None of .* saves 1% over the configured one \(two_level, .* may cost as much\)\.",
+        ),
+        (
+            "cluster=dgx_h100 num_nodes=16",
             r"\nFewer bits between nodes would not pay: a step takes [\d.]+ ms, of which [\d.]+ ms are exposed "
             r"communication, and [\d.]+ ms with int8, [\d.]+ ms with int4; rounding takes [\d.]+ ms, not measured\.\n",
         ),
         (
-            ["cluster=netlab", "num_nodes=4", "images_per_s=100", "itemsize=4"],
+            "cluster=netlab num_nodes=4 images_per_s=100 itemsize=4",
             r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
             r"numbers, so they are never on by themselves: strategy\.between_nodes\.dtype=int4\.",
         ),
         (
-            ["cluster=cloud_25gbe", "num_nodes=4", "sync_across_nodes_every=8"],
+            "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8",
             r"\nEvery 8 steps nodes average masters and momentum, which takes [\d.]+ ms; in between each takes",
         ),
         (
-            ["cluster=cloud_25gbe", "num_nodes=1", "comm_dtype_across_nodes=int8"],
+            "cluster=cloud_25gbe num_nodes=1 comm_dtype_across_nodes=int8",
             r"\ncomm_dtype_across_nodes=int8 has nothing to do on one node\.\n",
         ),
     ],
-    ids=["not", "pays", "averages", "one-node"],
 )
-def test_the_answer_says_whether_fewer_bits_between_nodes_pay(monkeypatch, ask, words):
-    found = reported(monkeypatch, *ask, "scaling_ranks=[]", "search.bucket_bytes=[4194304]")
-    assert re.search(words, found.answer())
-    assert found.answer().count("ewer bits between nodes") == (ask[1] != "num_nodes=1" and "every" not in ask[-1])
+def test_the_answer_recommends_what_pays_and_says_why(monkeypatch, ask, words):
+    more = [] if "images_per_s=20000" in ask else ["search.bucket_bytes=[4194304]"]
+    found = reported(monkeypatch, *ask.split(), "scaling_ranks=[]", *more).answer()
+    assert re.search(words, found)
+    assert found.count("ewer bits between nodes") == ("num_nodes=1 " not in ask and "every" not in ask)
 
 
 @pytest.mark.sampled(4)
@@ -172,20 +161,6 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     assert both.average_s < 0.6 * local.average_s
 
 
-def test_a_model_of_unknown_pace_is_refused():
-    cfg = composed("simulate", "run_dir=/nowhere", "cluster=gb200_nvl72")
-    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 72 x B200 .* for model=resnet50"):
-        rate_of(cfg, "resnet50")
-    cfg.images_per_s = 3
-    assert rate_of(cfg, "resnet50") == 3.0
-
-
-def test_the_plan_of_the_configuration_is_the_librarys():
-    cfg = composed("simulate", "run_dir=/nowhere", "plan.algorithm=two_level")
-    assert instantiate(cfg.plan) == CommPlan(algorithm="two_level")
-    assert instantiate(cfg.plan, algorithm="auto") == CommPlan()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_described_cluster_can_be_planned_for(name):
     cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
@@ -198,21 +173,26 @@ def test_every_described_cluster_can_be_planned_for(name):
     assert (not cfg.on_cuda) == isinstance(found.transport, Gloo)
 
 
+def test_what_is_not_known_is_asked_for_and_the_plan_is_the_librarys():
+    cfg = composed("simulate", "run_dir=/nowhere", "cluster=gb200_nvl72", "plan.algorithm=two_level")
+    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 72 x B200 .* for model=resnet50"):
+        rate_of(cfg, "resnet50")
+    cfg.images_per_s = 3
+    assert rate_of(cfg, "resnet50") == 3.0
+    assert instantiate(cfg.plan) == CommPlan(algorithm="two_level")
+    assert instantiate(cfg.plan, algorithm="auto") == CommPlan()
+
+
 # ---- what is computed ------------------------------------------------------------------------------------------------
-
-
-def test_layers_have_all_parameters_and_all_flops():
-    with torch.device("meta"):
-        model = ResNet(depth=50, num_classes=1000)
-    found = layers_of(model, (3, 64, 64))
-    assert sum(sum(layer.numels) for layer in found) == sum(p.numel() for p in model.parameters())
-    assert sum(layer.forward_flops for layer in found) == forward_flops_per_image(model, (3, 64, 64))
-    assert found[0].name == "conv1"
-    assert found[-1].name == "fc"
 
 
 def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
     layers = network("resnet50")
+    with torch.device("meta"):
+        model = ResNet(depth=50, num_classes=1000)
+    assert sum(sum(layer.numels) for layer in layers) == sum(p.numel() for p in model.parameters())
+    assert sum(layer.forward_flops for layer in layers) == forward_flops_per_image(model, (3, 224, 224))
+    assert (layers[0].name, layers[-1].name) == ("conv1", "fc")
     work = work_of(layers, batch_size=64, images_per_s=128.0)
     assert work.alone_s == pytest.approx(0.5)
     assert work.backward_s == pytest.approx(1 / 3)
@@ -225,16 +205,11 @@ def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
         work_of(layers, batch_size=64, images_per_s=0.0)
 
 
-def test_a_nodes_input_feeds_all_its_ranks():
+def test_a_nodes_input_feeds_all_its_ranks_and_a_part_of_a_node_is_a_smaller_node():
     fed = scenario(input_images_per_s=256.0)
-    assert fed.work().input_s == 8 * 64 / 256
-    assert fed.run().step_s == 2.0
-
-
-def test_a_part_of_a_node_is_a_smaller_node():
-    assert scenario().at(2).cluster.world_size == 2
-    assert scenario().at(2).cluster.num_nodes == 1
-    assert scenario().at(9).cluster.world_size == 16
+    assert (fed.work().input_s, fed.run().step_s) == (8 * 64 / 256, 2.0)
+    parts = [scenario().at(num_ranks).cluster for num_ranks in (2, 9)]
+    assert [(part.num_nodes, part.world_size) for part in parts] == [(1, 2), (2, 16)]
 
 
 def test_a_measured_profile_is_what_is_planned_with(tmp_path):
@@ -273,55 +248,39 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 # ---- against measurements --------------------------------------------------------------------------------------------
 
 
-def checked():
-    content = json.loads((RECORDS / "2026-11-23_check_emulated" / "rows.jsonl").read_text())
-    return content, emulated.Machine(**content["machine"])
-
-
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
     """Median within 10 %, all but one named step within 20, of records nothing was fitted to; errors as recorded."""
-    content, machine = checked()
-    records = [ROOT / "recipes" / path for path in content["records"]]
-    assert content["fitted_to"] not in {record.name for record in records}
-    found, now = emulated.check_ranking(records, machine)
-    assert len(now["settings"]) >= 6
-    assert now["error"]["step"]["median"] < 0.10
-    steps = [one for one in found if one.case.section == "step"]
-    missed = {(one.case.record, one.case.arm) for one in steps if abs(one.ratio - 1) >= 0.20}
+    content, found = emulated.checked_again()
+    assert content["fitted_to"] not in {one.record for one in found}
+    assert len({one.setting for one in found}) >= 6
+    now, pairs = emulated.error_summary(found), emulated.ranked(found)
+    assert now["step"]["median"] < 0.10
+    missed = {
+        (one.record, one.row["arm"]) for one in found if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
+    }
     assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}  # the one miss that is known, and said
     for section, errors in content["predictions"]["error"].items():
-        assert now["error"][section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
-    wrong = now["of_these_in_the_wrong_order"]
-    assert len(wrong) <= 0.01 * now["pairs_that_differ_by_10_percent"]
-    readme = (RECORDS / "2026-11-23_check_emulated" / "README.md").read_text()
-    table = [line for line in readme.splitlines() if line.startswith("|")]
-    assert len(table) == len(emulated.markdown(found).splitlines()) == 2 + len(found)
+        assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
+    assert sum(a.predicted_s > b.predicted_s for a, b in pairs) <= 0.01 * len(pairs)  # in the wrong order
 
 
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
-    _, machine = checked()
     described = cluster_of("netlab", 2)
+    machine = json.loads((emulated.RECORD / "rows.jsonl").read_text())["machine"]
     setting = emulated.Setting.from_title("emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
-    fitted = machine.cluster(setting)
-    assert described.across.bytes_per_s == fitted.across.bytes_per_s
-    assert described.across.latency_s == pytest.approx(fitted.across.latency_s)
-    for name in ("stage_s", "message_s", "segment_s", "ring_share", "wire_share", "burst_bytes", "num_shared_cores"):
-        assert getattr(described.transport, name) == pytest.approx(getattr(fitted.transport, name), rel=0.005), name
-    assert described.inside.bytes_per_s == pytest.approx(fitted.inside.bytes_per_s, rel=0.005)
+    fitted = emulated.cluster_of(machine, setting)
+    for name in ("across", "inside", "transport"):
+        theirs = asdict(getattr(fitted, name))
+        assert asdict(getattr(described, name)) == pytest.approx(theirs, rel=0.005), name
 
 
-def test_the_papers_cluster_is_as_published():
-    found = {row.what: row for row in published_rows()}
+def test_published_rows_are_as_recorded_the_bad_ones_too():
+    """And the paper's cluster is as published."""
+    now = published_rows()
+    assert [row.recorded for row in now] == pytest.approx([row.predicted for row in now], rel=1e-6)
+    found = {row.what: row for row in now}
     assert found["ResNet-50, 1,024 P40, all on: efficiency"].predicted == pytest.approx(99.2, abs=1.0)
     assert found["ResNet-50, 2,048 P40: efficiency, the other"].predicted == pytest.approx(97, abs=2.0)
     assert found["ResNet-50, 2,048 P40: efficiency, one account"].ratio > 1.1
     assert found["resnet101, 512 Pascal: efficiency"].predicted == pytest.approx(90, abs=2.0)
     assert found["5 x 8 H100, 4 x 400G, ring, 1 GiB"].ratio == pytest.approx(1.0, abs=0.05)
-
-
-def test_published_rows_are_as_recorded():
-    """The record shows what the model says today, the bad rows included."""
-    _, *content = map(json.loads, (RECORDS / "2026-11-23_check_published" / "rows.jsonl").read_text().splitlines())
-    now = published_rows()
-    assert [row["what"] for row in content] == [row.what for row in now]
-    assert [row["predicted"] for row in content] == pytest.approx([row.predicted for row in now], rel=1e-6)

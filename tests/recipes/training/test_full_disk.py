@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.comm import CommTrace
 from recipes.cli import launch
 from recipes.training.csv_logger import CSVRows, read_rows
-from tests import toy
+from tests.scenes import fit
 
 
 @contextmanager
@@ -63,46 +62,25 @@ def test_rows_that_are_lost_at_the_end_are_counted(tmp_path):
             logger.finalize("success")
 
 
-def test_a_tracker_on_a_full_disk_hides_no_other_error(monkeypatch):
-    class Wandb:
-        def finish(self, exit_code):
-            raise OSError(28, "No space left on device")
+def test_a_tracker_on_a_full_disk_hides_no_other_error_and_one_that_does_not_mention_it_is_named(monkeypatch, tmp_path):
+    def fails(exit_code):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    wandb = SimpleNamespace(finish=fails)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.warns(UserWarning, match=r"W&B's files of this run are not whole \(No space left on device\)"):
         launch.finish(1)
-
-
-def test_a_full_disk_that_the_tracker_does_not_mention_is_named(monkeypatch, tmp_path):
-    class Wandb:
-        run = SimpleNamespace(dir=str(tmp_path))
-        finish = staticmethod(lambda exit_code: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    wandb.run, wandb.finish = SimpleNamespace(dir=str(tmp_path)), lambda exit_code: None
     launch.finish(0)
-    with (
-        no_file_beyond(0),
-        pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"),
-    ):
+    with no_file_beyond(0), pytest.warns(UserWarning, match=r"files of this run are not whole \(File too large\)"):
         launch.finish(0)
 
 
-def fit_with_a_report(folder):
-    trainer = toy.trainer(max_epochs=1, limit_train_batches=1, callbacks=[RunReport(folder)])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer.fit(toy.Toy(), toy.loader())
-    return trainer.global_step, [str(each.message) for each in said if "was not written" in str(each.message)]
-
-
-def test_a_report_that_cannot_be_written_costs_no_run(one_rank):
-    ((num_steps, warned),) = one_rank.run(fit_with_a_report, "/proc/none")
-    assert num_steps == 1
-    assert len(warned) == 4
+def test_what_a_run_cannot_write_of_itself_costs_no_run(one_rank, tmp_path):
+    (seen,) = fit(one_rank, callbacks=[RunReport("/proc/none")], max_epochs=1, limit_train_batches=1, warns=True)
+    warned = [words for words in seen.warnings if "was not written" in words]
+    assert (seen.global_step, len(warned)) == (1, 4)
     assert warned[0].startswith("/proc/none/summary.json was not written (No such file or directory)")
-
-
-def test_a_timeline_that_cannot_be_written_costs_no_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match=r"`report.trace_dir`: .*/rank0.json was not written \(Not a directory\)"):
         CommTrace(keep_events=True).write_if_possible(tmp_path / "file" / "folder", rank=0)

@@ -24,25 +24,23 @@ def filled(monkeypatch, *, device_name, given=(), config=CONFIG):
     return callback.flops_per_image, callback.peak_flops_per_s
 
 
-def test_a_known_device_gets_its_peak_and_counted_operations(monkeypatch):
-    assert filled(monkeypatch, device_name="NVIDIA H200") == (FLOPS, 989.5e12)
-    assert filled(monkeypatch, device_name="NVIDIA H200", config=CONFIG | {"precision": "32-true"}) == (FLOPS, 67e12)
+GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
 
 
-def test_the_model_says_how_large_images_are_where_the_data_do_not(monkeypatch):
-    flops, _ = filled(monkeypatch, device_name="NVIDIA H200", config=CONFIG | {"data": {}})
-    assert flops == FLOPS * 81 / 16
-
-
-@pytest.mark.parametrize("device_name", ["", "Some other GPU"])
-def test_nothing_is_logged_of_a_device_whose_peak_is_not_known(monkeypatch, device_name):
-    assert filled(monkeypatch, device_name=device_name) == (None, None)
-
-
-def test_nor_where_the_size_of_images_is_unknown(monkeypatch):
-    assert filled(monkeypatch, device_name="NVIDIA H200", config=CONFIG | {"data": {}, "model": {}}) == (None, None)
-
-
-def test_what_the_configuration_gives_stays(monkeypatch):
-    given = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
-    assert filled(monkeypatch, device_name="NVIDIA H200", given=given) == (5.0, 7.0)
+@pytest.mark.parametrize(
+    ("device_name", "config", "given", "expected"),
+    [
+        ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
+        ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
+        ("NVIDIA H200", {"data": {}}, {}, (FLOPS * 81 / 16, 989.5e12)),  # the model says how large images are
+        ("NVIDIA H200", {"data": {}, "model": {}}, {}, (None, None)),
+        ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
+        ("Some other GPU", {}, {}, (None, None)),
+        ("", {}, {}, (None, None)),
+    ],
+    ids=str,
+)
+def test_a_known_device_gets_its_peak_and_counted_operations_and_what_is_given_stays(
+    monkeypatch, device_name, config, given, expected
+):
+    assert filled(monkeypatch, device_name=device_name, config=CONFIG | config, given=given) == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from hydra.errors import InstantiationException
 
 from recipes.training.build import build
 from tests.data.images.pictures import write_split
@@ -55,16 +54,3 @@ def test_a_batch_larger_than_the_set_is_refused_before_ranks_start(root):
     with pytest.raises(ValueError, match=r"`global_batch_size` \(=128\) must be at most .* \(=41\)") as refusal:
         build(configured(*own, "trainer.devices=2"))
     assert words_of(refusal) == ["global_batch_size=40"]
-
-
-def test_a_set_of_ones_own_is_told_from_an_incomplete_imagenet(root):
-    with pytest.raises(
-        (InstantiationException, ValueError), match=r"`num_classes` \(=1000\).*there are 2\. .*data=images"
-    ):
-        build(configured("data=imagenet", f"data.root={root}", "model=resnet50"))
-
-
-def test_the_network_of_the_paper_takes_images_of_the_size_that_they_have(root):
-    cfg = configured("data=images", f"data.root={root}", "model=alexnet_bn_imagenet", "data.image_size=128")
-    assert (cfg.model.image_size, cfg.model.num_classes) == (128, 2)
-    assert configured("model=alexnet_bn_imagenet").model.image_size == 224

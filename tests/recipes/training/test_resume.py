@@ -14,11 +14,10 @@ from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_check
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
 from recipes.training.tracking import TrackerRun, saved_state
-from tests import toy
 from tests.evidence.outcomes import outcomes_of
 from tests.recipes.composed import composed
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.scenes import fit
+from tests.toy import Toy
 
 
 def saved(folder, name, global_step, *, age_s=0.0, **more):
@@ -32,13 +31,10 @@ def saved(folder, name, global_step, *, age_s=0.0, **more):
 # ---- which -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_checkpoint_is_a_fresh_start(tmp_path):
+def test_the_checkpoint_of_the_most_steps_is_taken_and_of_those_of_one_step_the_latest(tmp_path):
     assert resume.newest_whole(tmp_path / "checkpoints") is None
     (tmp_path / ".last.ckpt.part").write_bytes(b"half of a checkpoint")
     assert resume.newest_whole(tmp_path) is None
-
-
-def test_the_checkpoint_of_the_most_steps_is_taken_and_of_those_of_one_step_the_latest(tmp_path):
     saved(tmp_path, "last.ckpt", 4)
     saved(tmp_path, "weights.ckpt", 9).unlink()
     torch.save({"global_step": 9, "state_dict": {}}, tmp_path / "weights.ckpt")  # save_weights_only
@@ -66,28 +62,28 @@ def empty(path):
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty], ids=lambda f: f.__name__)
+def put_objects(path):
+    torch.save({"global_step": 9, "optimizer_states": [], "path": path}, path)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, put_objects], ids=lambda f: f.__name__)
 def test_damaged_checkpoints_are_named_and_passed_over(tmp_path, damage):
     saved(tmp_path, "last.ckpt", 4, age_s=50)
     good = saved(tmp_path, "last.ckpt", 6)  # the one before is last.previous.ckpt now
     bad = saved(tmp_path, "stopped.ckpt", 8)
     damage(bad)
-    with pytest.warns(UserWarning, match=rf"`.*stopped.ckpt` is not .* passed over: the run resumes from {good}"):
+    with pytest.warns(
+        UserWarning, match=rf"`.*stopped.ckpt` (is not|holds) .* passed over: the run resumes from {good}"
+    ):
         assert resume.newest_whole(tmp_path) == good
     damage(good)
     with pytest.warns(UserWarning, match="passed over") as caught:
         assert resume.newest_whole(tmp_path) == tmp_path / "last.previous.ckpt"
-    assert sum("is not the checkpoint that was written" in str(each.message) for each in caught) == 2
+    words = "holds objects" if damage is put_objects else "is not the checkpoint that was written"
+    assert sum(words in str(each.message) for each in caught) == 2
     damage(tmp_path / "last.previous.ckpt")
     with pytest.raises(ValueError, match=r"`resume` \(=auto\) found no whole checkpoint in .*last.previous.ckpt"):
         resume.newest_whole(tmp_path)
-
-
-def test_a_file_that_holds_more_than_data_is_named_and_passed_over(tmp_path):
-    good = saved(tmp_path, "last.ckpt", 4)
-    torch.save({"global_step": 9, "optimizer_states": [], "path": tmp_path}, tmp_path / "foreign.ckpt")
-    with pytest.warns(UserWarning, match=r"`.*foreign.ckpt` holds objects .* passed over"):
-        assert resume.newest_whole(tmp_path) == good
 
 
 def configured(run_dir, *overrides):
@@ -121,51 +117,38 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
     assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
-
-
-def test_a_checkpoint_of_0_2_names_the_network_where_it_was(tmp_path):
-    kept = resume.saved_configuration(configured(tmp_path))
-    kept["model"]["_target_"] = "lightning_hybrid.models.AlexNetBN"
-    saved(tmp_path / "checkpoints", "last.ckpt", 4, callbacks={"Configuration": {"kept": kept}})
+    kept["model"] |= {"_target_": "lightning_hybrid.models.AlexNetBN", "slice_fc": "node"}  # as 0.2 names it
+    path = saved(tmp_path / "checkpoints", "last.ckpt", 5, callbacks={"Configuration": {"kept": kept}})
     assert resume.checkpoint(configured(tmp_path, "resume=auto")) is not None
+    now = resume.saved_configuration(configured(tmp_path))
+    now["model"] |= {"checkpoint_activations": True, "slice_fc": "off", "dropout": 0.25}
+    with pytest.raises(ValueError, match=r"^`model.dropout` \(=0.25\)") as caught:
+        resume.refuse_other_configuration(path, now)
+    assert not any(word in str(caught.value) for word in ("checkpoint_activations", "slice_fc"))
 
 
-def test_what_changes_no_number_may_change(tmp_path):
-    before = {"model": {"depth": 50, "checkpoint_activations": False, "slice_fc": "node"}}
-    path = saved(tmp_path, "last.ckpt", 4, callbacks={"Configuration": {"kept": before}})
-    resume.refuse_other_configuration(path, {"model": {"depth": 50, "checkpoint_activations": True}})
-    with pytest.raises(ValueError, match=r"^`model.depth` \(=18\)") as caught:
-        resume.refuse_other_configuration(path, {"model": {"depth": 18, "checkpoint_activations": True}})
-    assert "checkpoint_activations" not in str(caught.value)
-
-
-def validate_with(paths):
-    trainer = toy.trainer(callbacks=[resume.SameCheckpoint(paths[dist.get_rank()])])
-    return toy.error_of(trainer.validate, toy.Toy(), toy.loader(), verbose=False)
-
-
-def fit_from(paths, step):
-    """Each rank gets another checkpoint; `step` is where the fit is when it ends."""
-    path = paths[dist.get_rank()]
-    trainer = toy.trainer(callbacks=[resume.SameCheckpoint(path)], max_steps=2, max_epochs=-1)
-    return toy.error_of(trainer.fit, toy.Toy(), toy.loader()), trainer.global_step == step
+def fit_from(paths, call="fit"):
+    """Each rank gets another checkpoint: what it says, and how far it came."""
+    own = [resume.SameCheckpoint(paths[dist.get_rank()])]
+    seen = fit(callbacks=own, max_steps=2, raises=True, call=call)
+    return seen.error, seen.global_step
 
 
 def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_ranks, tmp_path):
     one, other = str(saved(tmp_path, "one.ckpt", 4)), str(saved(tmp_path / "b", "one.ckpt", 6))
-    assert two_ranks.run(fit_from, [one, one], 2) == [("", True)] * 2
+    assert two_ranks.run(fit_from, [one, one]) == [("", 2)] * 2
     for paths, found in (([one, None], "rank 1: no checkpoint"), ([one, other], "rank 1: one.ckpt, crc32 ")):
-        for caught, is_untrained in two_ranks.run(fit_from, paths, 0):
+        for caught, num_steps in two_ranks.run(fit_from, paths):
             assert "must be the same checkpoint on every rank, and is not: rank 0: one.ckpt, crc32 " in caught
             assert found in caught
-            assert is_untrained
-    assert two_ranks.run(validate_with, [one, other]) == ["", ""]  # which resumes from nothing
+            assert num_steps == 0
+    assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2  # which resumes from nothing
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-class Logging(toy.Toy):
+class Logging(Toy):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -174,58 +157,36 @@ class Logging(toy.Toy):
         return loss
 
 
-def logged(folder, max_steps, from_step=None, **settings):
+def logged(folder, from_step=None, settings=()):
     """Rows of a fit that saves after every step; resumed, it goes on in the file that is there."""
     path = None if from_step is None else f"{folder}/step={from_step}.ckpt"
-    logger = CSVRows(
-        save_dir=folder,
-        name="",
-        version="csv",
-        num_rows_kept=saved_state(path).get("num_rows", {}).get("CSVRows", 0),
-    )
+    num_rows = saved_state(path).get("num_rows", {}).get("CSVRows", 0)
+    logger = CSVRows(save_dir=folder, name="", version="csv", num_rows_kept=num_rows)
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-    trainer = toy.trainer(
-        logger=logger,
-        callbacks=[TrackerRun(), saves],
-        enable_checkpointing=True,
-        max_steps=max_steps,
-        max_epochs=-1,
-        **{"log_every_n_steps": 1, **settings},
-    )
-    trainer.fit(Logging(), torch.utils.data.DataLoader(toy.Blobs(64), batch_size=8), ckpt_path=path)
+    options = {"enable_checkpointing": True, "max_steps": 8, "log_every_n_steps": 1, **dict(settings)}
+    fit(module=Logging, logger=logger, callbacks=[TrackerRun(), saves], ckpt_path=path, max_epochs=-1, **options)
     return [{name: v for name, v in row.items() if v} for row in read_rows(Path(folder) / "csv" / "metrics.csv")]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
-)
-def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path):
-    """The run that is resumed had gone on for three steps after the checkpoint."""
-    (first,) = one_rank.run(logged, str(tmp_path), 8)
-    assert [row["step"] for row in first] == [str(step) for step in range(8)]
-    assert [row["step"] for row in first if "late" in row] == ["6", "7"]  # Lightning repeats what was logged last
-    (resumed,) = one_rank.run(logged, str(tmp_path), 8, 5)
-    assert [row["step"] for row in resumed] == [row["step"] for row in first]
-    assert resumed[:5] == first[:5]
-    assert [row["step"] for row in resumed if "late" in row] == ["6", "7"]
-
-
-def logged_twice(folder, from_step, settings):
-    return logged(folder, 8, **settings), logged(folder, 8, from_step, **settings)
+def logged_twice(*given):
+    return logged(given[0], None, given[2]), logged(*given)
 
 
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
 )
 @pytest.mark.parametrize("from_step", [5, 6])
-@pytest.mark.parametrize("settings", [{"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
-def test_rows_come_at_the_steps_that_are_logged(one_rank, tmp_path, settings, from_step):
-    """After a checkpoint of a step that is not logged, or of several batches, too."""
+@pytest.mark.parametrize("settings", [{}, {"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
+def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
+    """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
-    steps = [row["step"] for row in first]
-    assert steps == (["1", "3", "5", "7"] if "log_every_n_steps" in settings else [str(step) for step in range(8)])
-    assert [row["step"] for row in resumed] == steps
+    steps = ["1", "3", "5", "7"] if "log_every_n_steps" in settings else [str(step) for step in range(8)]
+    for rows in (first, resumed):
+        assert [row["step"] for row in rows] == steps
+        assert [row["step"] for row in rows if "late" in row] == [step for step in steps if step in "67"]
     assert [row["epoch"] for row in resumed] == [row["epoch"] for row in first]
+    num_kept = sum(int(step) < from_step for step in steps)
+    assert resumed[:num_kept] == first[:num_kept]
 
 
 def test_rows_are_on_the_disk_before_they_are_counted_and_are_found_where_a_kill_left_them(tmp_path, monkeypatch):

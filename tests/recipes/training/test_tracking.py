@@ -20,7 +20,6 @@ from tests import toy
 from tests.recipes.composed import composed
 from tests.recipes.training.wandb_file import runs_in
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
 SMALL = [
     "trainer.devices=1",
     "trainer.limit_train_batches=2",
@@ -73,7 +72,7 @@ def tracked(run_dir, *overrides, **variables):
 
 def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
     about = ["optim.lr=30.0", "trainer.max_epochs=3", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
-    (kept,) = one_rank.run(tracked, str(tmp_path), *about)
+    (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
     (found,) = runs_in(tmp_path)
     assert found.run.run_id == kept
     assert (found.run.run_group, list(found.run.tags), found.run.notes) == ("seeds", ["a", "b"], "why")
@@ -111,15 +110,6 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
     assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
 
 
-def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
-    assert one_rank.run(tracked_disabled, str(tmp_path)) == [None]
-    assert not list(tmp_path.rglob("*.wandb"))
-
-
-def tracked_disabled(run_dir):
-    return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
-
-
 # ---- where the tracker cannot be reached -----------------------------------------------------------------------------
 
 
@@ -155,7 +145,7 @@ def server(kind):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def error_against(kind, run_dir, key="a" * 40):
+def error_against(kind, run_dir, key):
     """The message that a user reads, and how many steps were made before."""
     import wandb
 
@@ -167,37 +157,42 @@ def error_against(kind, run_dir, key="a" * 40):
         return message, trainer.global_step
 
 
-REASONS = {"refuses": "not logged in", "is not there": "", "is silent": ""}  # W&B words the last two as it likes
+REASONS = {  # W&B words the last two as it likes
+    "no key": "WANDB_API_KEY invalid",
+    "refuses": "not logged in",
+    "is not there": "",
+    "is silent": "",
+}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "is silent")) for kind in REASONS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "no key")) for kind in REASONS]
 )
 def test_a_server_that_does_not_let_the_run_in_is_an_early_error(one_rank, tmp_path, kind):
     """Within seconds: the pool's own limit would end the test after 25, and `conf/logger` waits for 30."""
-    ((message, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), timeout_s=25.0)
+    key = "abc" if kind == "no key" else "a" * 40
+    ((message, num_steps),) = one_rank.run(error_against, kind, str(tmp_path), key, timeout_s=25.0)
     assert message.startswith("ValueError: `logger.offline` (=False) needs a W&B server that lets this run in: ")
     assert REASONS[kind] in message
     assert "leave `logger.offline` and WANDB_MODE out" in message
     assert num_steps == 0
 
 
-def test_a_key_that_is_none_is_an_early_error(one_rank, tmp_path):
-    ((message, _),) = one_rank.run(error_against, "is not there", str(tmp_path), "abc", timeout_s=25.0)
-    assert "needs a W&B server that lets this run in: WANDB_API_KEY invalid" in message
+def tracked_disabled(run_dir):
+    return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
 
 
-def test_without_wandb_metrics_go_to_a_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking, "_is_installed", lambda package: package != "wandb")
+def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
+    assert one_rank.run(tracked_disabled, str(tmp_path), timeout_s=120.0) == [None]
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+def test_without_wandb_metrics_go_to_a_file_and_tensorboard_is_named_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
     with pytest.warns(UserWarning, match="wandb is not installed: metrics go to csv/metrics.csv"):
         logger = tracking.logger_of(configured(tmp_path))
     assert isinstance(logger, CSVLogger)
     assert Path(logger.log_dir) == tmp_path / "csv"
-
-
-def test_tensorboard_is_named_where_it_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"`logger` \(=tensorboard\) needs the package tensorboard or tensorboardX"):
         tracking.logger_of(configured(tmp_path, "logger=tensorboard"))
 
@@ -213,8 +208,18 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path):
 # ---- the id in a checkpoint ------------------------------------------------------------------------------------------
 
 
+class Own:
+    """An object that torch would have to be allowed to load."""
+
+
 def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
     path = tmp_path / "some.ckpt"
+    for checkpoint in ({}, {"callbacks": {}}, {"callbacks": {"TrackerRun": {"run_id": None}}}):
+        torch.save(checkpoint, path)
+        assert tracking.saved_run_id(str(path)) is None
+    torch.save({"callbacks": {}, "hyper_parameters": Own()}, path)
+    with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
+        assert tracking.saved_run_id(str(path)) is None
     torch.save({"callbacks": {"TrackerRun": {"run_id": "abc"}}, "state_dict": {"w": torch.ones(1000)}}, path)
     assert tracking.saved_run_id(str(path)) == "abc"
     path.write_bytes(path.read_bytes()[:-100])
@@ -222,17 +227,19 @@ def test_the_id_is_read_from_whole_checkpoints_only(tmp_path):
         tracking.saved_run_id(str(path))
 
 
-class Own:
-    """An object that torch would have to be allowed to load."""
+@pytest.mark.parametrize(("is_offline", "sent"), [(False, [("run.html", "report-x", "report")]), (True, [])])
+def test_the_page_of_a_run_is_an_artifact_where_wandb_is_online(tmp_path, is_offline, sent):
+    seen = []
 
+    class Run:
+        id, disabled, offline = "x", False, is_offline
 
-@pytest.mark.parametrize("checkpoint", [{}, {"callbacks": {}}, {"callbacks": {"TrackerRun": {"run_id": None}}}])
-def test_a_checkpoint_without_an_id_has_none(tmp_path, checkpoint):
-    torch.save(checkpoint, tmp_path / "some.ckpt")
-    assert tracking.saved_run_id(str(tmp_path / "some.ckpt")) is None
+        def log_artifact(self, path, *, name, type):
+            seen.append((Path(path).name, name, type))
 
-
-def test_a_checkpoint_with_objects_of_the_users_own_resumes_in_a_new_run(tmp_path):
-    torch.save({"callbacks": {}, "hyper_parameters": Own()}, tmp_path / "some.ckpt")
-    with pytest.warns(UserWarning, match="cannot be read: the tracker begins a new run"):
-        assert tracking.saved_run_id(str(tmp_path / "some.ckpt")) is None
+    logger = type("WandbLogger", (), {"experiment": Run()})()
+    trainer = type("Trainer", (), {"loggers": [logger]})()
+    tracking.send_report(trainer, str(tmp_path))  # a run without the report
+    (tmp_path / "run.html").touch()
+    tracking.send_report(trainer, str(tmp_path))
+    assert seen == sent

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from lightning_hybrid.callbacks.metrics import metric_of
+from tests.checkout import ROOT
 from tests.programs import run_program
 from tests.recipes.training.wandb_file import runs_in
+from tests.scenes import same
 
-ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ["recipes/train.py"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 QUIET = ["logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
@@ -46,22 +47,6 @@ def repeatable_curves(checkpoint: dict) -> dict[str, list]:
     return {name: points for name, points in curves.items() if not metric_of(name).from_clock}
 
 
-def assert_same(a, b, where="") -> None:
-    """Equal digit for digit, all the way down."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{index}")
-    else:
-        assert a == b, where
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_killed_run_resumes_to_the_bit(tmp_path):
@@ -80,8 +65,8 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path):
     expected, found = last_checkpoint(whole), last_checkpoint(resumed)
     assert expected["global_step"] == 18
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision", "global_step"):
-        assert_same(expected[part], found[part], part)
-    assert_same(repeatable_curves(expected), repeatable_curves(found))
+        assert same(expected[part], found[part]), part
+    assert same(repeatable_curves(expected), repeatable_curves(found))
     assert len(repeatable_curves(found)["train/loss"]) == 18
     assert (resumed / "run.png").is_file()
 
@@ -166,4 +151,4 @@ def test_fsdp2_trains_as_ddp_and_goes_on_where_it_was(tmp_path):
     resumed = tmp_path / "resumed"
     succeed(*common, "strategy=fsdp2", f"resume={tmp_path}/killed/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
-        assert_same(found[part], last_checkpoint(resumed)[part], part)
+        assert same(found[part], last_checkpoint(resumed)[part]), part

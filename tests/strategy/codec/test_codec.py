@@ -4,9 +4,7 @@ import gc
 from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 
 from lightning_hybrid import Comm, LocalSteps, Mean
 from lightning_hybrid.callbacks import TrainingMetrics
@@ -14,9 +12,8 @@ from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
-from lightning_hybrid.flavours import fabric as fabric_flavour
 from tests import toy
-from tests.scenes import Saves, Spoiled, fit, same
+from tests.scenes import Spoiled, fit, same
 
 CASES = [("int8", "16-true"), ("int8", "32-true"), ("int4", "32-true"), ("int4", "16-true")]
 
@@ -28,7 +25,7 @@ def scene(codec, **settings):
     return {"module": LOW_RATE, "between_nodes": Mean(dtype=codec), "ranks_per_node": 1, **settings}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
     """Blocks and their noise belong to a gradient: tuning, and DDP's buckets in a resumed step, change nothing."""
@@ -39,37 +36,22 @@ def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, preci
     assert first.losses[-1] < first.losses[0] / 2
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("codec", "precision"), CASES)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(two_ranks, tmp_path, codec, precision):
-    path, settings = tmp_path / "one.ckpt", {"precision": precision, "max_epochs": 3}
-    whole = fit(two_ranks, callbacks=[Saves(path, epoch=0)], **settings, **scene(codec))
-    resumed = fit(two_ranks, ckpt_path=path, **settings, **scene(codec))
-    others = fit(two_ranks, **settings, **scene("float16"))
-    for one, again, other in zip(whole, resumed, others, strict=True):
-        assert same(one.parameters, again.parameters)
-        assert not same(one.parameters, other.parameters)
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_as_in_float16(two_ranks, codec):
+@pytest.mark.parametrize("codec", ["int8", pytest.param("int4", marks=pytest.mark.long)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, codec):
     module = {"module": partial(Spoiled, batches=(3,), lr=0.05), "precision": "16-true", "max_epochs": 1}
-    (expected, _), found = (fit(two_ranks, **scene(name) | module) for name in ("float16", codec))
-    for seen in found:
+    for seen in fit(two_ranks, **scene(codec) | module):
         assert all(value.isfinite().all() for value in seen.parameters.values())
-        assert (seen.num_skipped, seen.loss_scale) == (expected.num_skipped, expected.loss_scale) == (1, 2.0**15)
+        assert (seen.num_skipped, seen.loss_scale) == (1, 2.0**15)
 
 
 def test_what_rounding_costs_is_logged(four_ranks):
     """Of blocks with a few elements each, rotated: the error is some per cent of the gradient, and in 8 bits none."""
     settings = {"callbacks": [TrainingMetrics(skip_steps=0)], "log_every_n_steps": 1, "max_epochs": 1}
     found = [
-        fit(four_ranks, **scene(codec, **settings) | {"ranks_per_node": 2})[0].metrics
-        for codec in ("int8", "int4", "float16")
+        fit(four_ranks, **scene(codec, **settings) | {"ranks_per_node": 2})[0].metrics for codec in ("int8", "int4")
     ]
     assert 1e-6 < found[0]["comm/quantisation_nmse"] < 1e-3
     assert 1e-3 < found[1]["comm/quantisation_nmse"] < 0.1
-    assert "comm/quantisation_nmse" not in found[2]
     assert found[0]["comm/link_bytes"] > found[1]["comm/link_bytes"]
 
 
@@ -148,31 +130,3 @@ def test_plans_in_which_nodes_add_up_first_are_taken_and_auto_makes_one_on_cuda(
     ]
     with pytest.raises(ValueError, match=r"^`algorithm` \(='two_level'\) needs nodes of equal size, and .*'int4'"):
         chosen("two_level", uneven)
-
-
-# ---- Fabric ----------------------------------------------------------------------------------------------------------
-
-
-def weights_by_fabric(codec):
-    strategy = fabric_flavour.HybridAllReduceStrategy(between_nodes=Mean(dtype=codec), ranks_per_node=1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    module = toy.Toy()
-    before = toy.weights(module.net)
-    model = fabric.setup_module(module.net)
-    for images, targets in toy.loader():
-        images = images + fabric.global_rank  # another gradient on every rank
-        fabric.backward(torch.nn.functional.cross_entropy(model(images), targets))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.05 * parameter.grad
-                parameter.grad = None
-    strategy.teardown()
-    found = {name: value.detach().clone() for name, value in module.net.named_parameters()}
-    return found, toy.same_bits(found, {name: before[name] for name in found})
-
-
-def test_fabric_has_it_too(two_ranks):
-    (one, is_unchanged), (other, _) = two_ranks.run(weights_by_fabric, "int4")
-    assert toy.same_bits(one, other)
-    assert not is_unchanged

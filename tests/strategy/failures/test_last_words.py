@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
@@ -46,7 +44,6 @@ def test_an_error_ends_in_the_users_line_and_the_cure(one_rank):
     ("words", "is_full"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that", True),
-        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No space left on device", True),
         ("process 1 terminated with signal SIGBUS", True),
         ("unable to open shared memory object </torch_7_1_0> in read-write mode: Too many open files (24)", False),
         ("[Errno 28] No space left on device: 'last.ckpt'", False),
@@ -100,57 +97,35 @@ from tests import toy
 class Model(toy.Toy):
     def training_step(self, batch, batch_idx):
         if self.global_step == 2 and self.global_rank == 1:
-            if sys.argv[2] == "SIGKILL":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("label 7 is out of range")
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 if __name__ == "__main__":
-    toy.trainer(strategy=sys.argv[1], devices=2, max_epochs=1).fit(Model(), toy.loader())
+    toy.trainer(devices=2, max_epochs=1).fit(Model(), toy.loader())
 """
-
-
-def last_words(folder, *arguments):
-    (folder / "train.py").write_text(SCRIPT.replace("ROOT", str(Path(__file__).parents[3])))
-    done = run_program("train.py", *arguments, cwd=folder)
-    assert done.returncode == 1
-    return done.stderr
 
 
 @pytest.mark.long
 def test_a_killed_rank_is_named_by_our_error_and_not_by_lightnings_launcher(tmp_path):
-    said = last_words(tmp_path, "hybrid_allreduce", signal.SIGKILL.name)
-    *_, error, where, end = said.strip().splitlines()
+    (tmp_path / "train.py").write_text(SCRIPT.replace("ROOT", str(Path(__file__).parents[3])))
+    done = run_program("train.py", cwd=tmp_path)
+    *_, error, where, end = done.stderr.strip().splitlines()
+    assert done.returncode == 1
     assert "comm: rank 1 does not answer: its process is dead" in error + where
-    assert "zombies" not in said
+    assert "zombies" not in done.stderr
     assert "The run stopped in epoch 0 after step 2" in end
-
-
-@pytest.mark.long
-def test_an_error_of_a_forked_rank_ends_in_a_box(tmp_path):
-    *_, line, error, place = last_words(tmp_path, "hybrid_allreduce_fork", "raise").strip().splitlines()
-    assert line == RULE
-    assert error.startswith("On rank 1 (host ")
-    assert error.endswith("): ValueError: label 7 is out of range")
-    assert place.startswith(f'  File "{Path(tmp_path, "train.py")}", line ')
 
 
 # ---- a notebook ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hybrid_allreduce", "hybrid_pipeline"])
-def test_a_notebook_is_told_our_name_for_notebooks(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Trainer, "hybrid_allreduce"), (Trainer, "hybrid_pipeline"), (Fabric, "hybrid_allreduce")]
+)
+def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(monkeypatch, kind, name):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(MisconfigurationException, match=f"Write strategy='{name}_notebook'"):
-        Trainer(strategy=name, devices=2, accelerator="cpu")
-    trainer = Trainer(strategy=f"{name}_notebook", devices=2, accelerator="cpu", logger=False)
-    assert trainer.strategy._start_method == "fork"
-
-
-def test_fabric_in_a_notebook_is_told_so_too_and_a_fork_is_not_refused(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(MisconfigurationException, match="Write strategy='hybrid_allreduce_notebook'"):
-        Fabric(strategy="hybrid_allreduce", devices=2, accelerator="cpu")
+        kind(strategy=name, devices=2, accelerator="cpu")
+    assert kind(strategy=f"{name}_notebook", devices=2, accelerator="cpu").strategy._start_method == "fork"
     strategy = HybridAllReduceStrategy(start_method="fork")
     assert Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False).strategy is strategy
-    assert torch.device("cpu") in strategy.parallel_devices

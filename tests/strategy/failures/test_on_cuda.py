@@ -69,7 +69,7 @@ def test_after_a_failure_on_a_device_nothing_is_saved(monkeypatch, device_type):
     if device_type == "cuda":
         with pytest.raises(RuntimeError, match="rank 2 does not answer"):
             strategy.save_checkpoint({}, "somewhere")
-        strategy._engine._latch.error = ""
+        strategy._comm.engine._latch.error = ""
     strategy.save_checkpoint({}, "somewhere")
     assert saved == [({}, "somewhere")]
 
@@ -95,7 +95,8 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
     comm = CommSetup()
     comm.device, comm._work_group = torch.device("cuda"), "work"
-    comm._end_shared_work([], has_failed=has_failed)
+    comm.engine = SimpleNamespace(close=lambda: None, failure="comm: rank 1 died" if has_failed else "")
+    comm.close([])
     groups = object.__new__(rank_layout.PipelineGroups)
     groups.pipe, groups.agree, groups.data = "pipe", "agree", "data"
     groups.destroy(are_aborted=has_failed)

@@ -8,13 +8,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import RendezvousError, meet
-from tests import toy
+from tests.scenes import at, fit
 
 EVERYWHERE = {"00000000", "0" * 32}
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
@@ -138,9 +137,8 @@ def test_an_address_that_is_not_this_hosts_is_warned_of():
 # ---- of a whole fit --------------------------------------------------------------------------------------------------
 
 
-class Listens(pl.Callback):
-    def on_train_start(self, trainer, module):
-        self.addresses, self.of_the_store = listening(), listening(int(os.environ["MASTER_PORT"]))
+def listens(trainer, module):
+    return listening(), listening(int(os.environ["MASTER_PORT"]))
 
 
 def fit_from_the_start():
@@ -151,11 +149,9 @@ def fit_from_the_start():
     dist.destroy_process_group()
     variables = {"MASTER_PORT": port[0], "NODE_RANK": 0, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    callback, module = Listens(), toy.Toy()
-    trainer = toy.trainer(max_epochs=1, devices=world_size, callbacks=[callback])
-    trainer.fit(module, toy.loader())
+    seen = fit(None, max_epochs=1, devices=world_size, callbacks=[at(on_train_start=listens)])
     dist.destroy_process_group()
-    return callback.addresses, callback.of_the_store, len(module.losses)
+    return *seen.looks["on_train_start"][0], seen.global_step
 
 
 def test_nothing_listens_beyond_the_address_and_the_interface_that_were_named(two_ranks):

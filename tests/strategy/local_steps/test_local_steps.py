@@ -84,15 +84,8 @@ def tensors_of_node(node):
         return torch.randint(-(2**13), 2**13 + 1, shape, generator=generator) / 2**10
 
     channels_last = draw(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    return [
-        draw(5, 7),
-        draw(3).double(),
-        draw(4).round().bfloat16(),
-        channels_last,
-        draw(6, 4)[:, ::2],
-        draw(2, 2) * 1j,
-        draw(0),
-    ]
+    others = [draw(3).double(), draw(4).round().bfloat16(), draw(6, 4)[:, ::2], draw(2, 2) * 1j, draw(0)]
+    return [draw(5, 7), *others, channels_last]
 
 
 def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
@@ -192,8 +185,7 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_rank
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)  # with optimizer state, at the end
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+@pytest.mark.parametrize("name", ["LARS", pytest.param("LAMB", marks=pytest.mark.long)])
 def test_layerwise_optimizers_with_accumulation_agree_after_a_mean(four_ranks, name):
     """Steps of two batches each: a period is two steps, whatever the batches."""
     scene = {"module": {"optimizer": name}, "precision": "16-true", "max_epochs": 4, "accumulate_grad_batches": 2}
@@ -259,10 +251,8 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
     whole, steps, _ = sent_by(four_ranks, 1)
     num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
     for options, once in (
-        ({}, 2 * whole / 8),
         (OUTER, 2 * whole / 8),
         ({"dtype": "bf16"}, whole / 8),
-        ({"dtype": "int8"}, 2 * num_blocks * (256 + 2)),
         ({"dtype": "int4"}, 2 * num_blocks * (128 + 2)),
     ):
         part, local_steps, exposed_s = sent_by(four_ranks, 4, options)
@@ -275,7 +265,7 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
     [
@@ -311,23 +301,18 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(two_
 # ---- overflow --------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
-    """Node 1 overflows in the first two of four steps. It has no momentum yet when node 0 has; rates fall for both."""
-    module = {"optimizer": "Adam", "steps": (0, 1)}
+@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2, 3)])
+def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks, steps):
+    """Node 1 overflows in two of four steps, or all. It has no momentum yet when node 0 has; rates fall for both."""
+    module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)
     for seen in ranks:
         assert same(final(seen), final(ranks[0]))
         assert all(value.isfinite().all() for value in seen.weights.values())
-        assert (seen.num_skipped, seen.loss_scale) == (2, 2.0**14)
+        assert (seen.num_skipped, seen.loss_scale) == (len(steps), 2.0 ** (16 - len(steps)))
         assert {float(state["step"]) for state in seen.states[0].values()} == {4.0}
         rates = [rate for _, rate, _ in seen.looks["on_train_batch_end"]]
         assert rates == pytest.approx([0.05 * 0.9**step for step in range(1, 5)])
-
-
-def test_a_node_that_has_skipped_all_its_steps_takes_the_mean_of_what_others_have(two_ranks):
-    one, other = local(two_ranks, 3, precision="16-true", module={"steps": (0, 1, 2, 3)}, max_epochs=1)
-    assert same(final(one), final(other))
-    assert [(seen.num_skipped, seen.loss_scale) for seen in (one, other)] == [(4, 2.0**12)] * 2
 
 
 # ---- failures, warnings ----------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy
+from lightning_hybrid import Comm
 from lightning_hybrid.optim import LAMB, LARS, param_groups
-from tests import toy
+from tests import scenes
+from tests.scenes import this_rank
 
 NUM_IMAGES, NUM_INPUTS, NUM_CLASSES = 6, 12, 8
 
@@ -36,15 +36,10 @@ class Net(nn.Module):
 
 
 class Module(pl.LightningModule):
-    """A classifier that keeps what it sees: gradients of its steps, whole, and what it validates."""
-
-    def __init__(self, make_optimizer, is_cut=True, overflows=(), looks=True, dropout=0.0, penalty=0.0):
+    def __init__(self, make_optimizer, is_cut=True, overflows=(), dropout=0.0, penalty=0.0):
         super().__init__()
         self.net = Net(is_cut, dropout)
         self.make_optimizer, self.overflows, self.penalty = make_optimizer, overflows, penalty
-        self.gradients, self.validated = [], []
-        if looks:
-            self.on_after_backward = self.look
 
     def training_step(self, batch, batch_idx):
         images, targets = batch
@@ -52,24 +47,15 @@ class Module(pl.LightningModule):
         self.log("loss", loss, sync_dist=True)
         if self.penalty:
             loss = loss + self.penalty * sum(one.float().square().sum() for one in self.parameters())
-        if batch_idx in self.overflows and dist.get_rank() == 1:
-            # In the slice of one rank alone.
+        if batch_idx in self.overflows and this_rank() == 1:  # in the slice of one rank alone
             loss = loss + (self.net.fc6.weight.float().sum() * float("inf"))
         return loss
-
-    def look(self):
-        seen = {}
-        for prefix, layer in self.net.named_modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                gradient = parameter.grad.detach().float().clone()
-                seen[f"{prefix}.{name}"] = layer.whole_of(name, gradient) if hasattr(layer, "whole_of") else gradient
-        self.gradients.append(seen)
 
     def validation_step(self, batch, batch_idx):
         images, targets = batch
         loss = F.cross_entropy(self.net(images).float(), targets)
-        self.validated.append(float(loss))
         self.log("val", loss, sync_dist=True)
+        return loss
 
     def configure_optimizers(self):
         return self.make_optimizer(self)
@@ -96,7 +82,7 @@ lars_joint = partial(lars, denominator="joint", trust_clip=1.0)
 
 
 def images_of(num, rank=None, size=NUM_IMAGES):
-    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    generator = torch.Generator().manual_seed(this_rank() if rank is None else rank)
     images = torch.randn(num * size, NUM_INPUTS, generator=generator)
     return list(zip(images, torch.randint(NUM_CLASSES, (num * size,), generator=generator), strict=True))
 
@@ -105,29 +91,17 @@ def loader(num, size=NUM_IMAGES):
     return torch.utils.data.DataLoader(images_of(num, size=size), batch_size=size)
 
 
-def fit(
-    make_optimizer, precision, is_cut, num=5, options=None, module_options=None, val=None, ckpt_path=None, **settings
-):
-    """What a fit leaves, and what it saw."""
-    module = Module(make_optimizer, is_cut, **(module_options or {}))
-    scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(**{"comm": Comm(tune="off"), **scale, **(options or {})})
-    trainer = toy.trainer(
-        strategy=strategy,
-        precision=precision,
-        use_distributed_sampler=False,
-        **{"max_epochs": 1, "num_sanity_val_steps": 0, **settings},
-    )
-    trainer.fit(module, loader(num), val, ckpt_path=ckpt_path)
-    return {
-        "weights": toy.weights(module),
-        "state": trainer.optimizers[0].state_dict()["state"],
-        "gradients": module.gradients,
-        "validated": module.validated,
-        "skipped": getattr(trainer.precision_plugin, "num_skipped_steps", 0),
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "kinds": [type(layer) for layer in module.net.modules()],
-    }
+def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, special=None, **scene):
+    """What was seen of a fit of one epoch; `special`: of the module."""
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options |= {"loss_scale": 1024} if precision == "16-true" else {}
+    options |= {"train": partial(loader, num), "module": partial(Module, make_optimizer, is_cut, **(special or {}))}
+    return scenes.fit(ranks, **options | {"precision": precision} | scene)
+
+
+def whole_and_cut(ranks, *args, **scene):
+    """Pairs of what was seen without slices and with, by rank."""
+    return list(zip(*(fit(ranks, *args, is_cut, **scene) for is_cut in (False, True)), strict=True))
 
 
 def difference(one, other, least=1e-30):
@@ -143,12 +117,3 @@ def difference(one, other, least=1e-30):
         assert len(one) == len(other)
         return max((difference(*pair, least) for pair in zip(one, other, strict=True)), default=0.0)
     return abs(one - other)
-
-
-def both(make_optimizer, precision, kwargs=None):
-    """How far a fit with slices is from one without, for each thing that is compared."""
-    whole, cut = (fit(make_optimizer, precision, is_cut, **(kwargs or {})) for is_cut in (False, True))
-    # What began at zero is mostly rounding in half precision, and small beside the others, whose norms are 0.2 to 4.
-    least = 1e-30 if precision == "32-true" else 1.0
-    found = {name: difference(cut[name], whole[name], least) for name in whole if name != "kinds"}
-    return found, cut["skipped"], cut["kinds"] == whole["kinds"]

@@ -7,261 +7,214 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.prune import identity
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps
+from lightning_hybrid import Comm, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, TrainingMetrics
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.run_status import run_status
-from lightning_hybrid.strategy.node_slices import refusals, slice_exchange
-from lightning_hybrid.strategy.node_slices import sliced_fit as sliced_layers
+from lightning_hybrid.strategy.node_slices import refusals, slice_exchange, sliced_fit
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
-from tests import scenes, toy
-from tests.checkout import ROOT
-from tests.scenes import Keeps, Saves
+from tests import toy
+from tests.scenes import Saves, at, same, this_rank
 from tests.strategy.node_slices import sliced
 from tests.strategy.node_slices.sliced import (
     NUM_CLASSES,
     NUM_IMAGES,
     Module,
     adamw,
-    both,
     difference,
     fit,
     lars,
     loader,
     sgd,
+    whole_and_cut,
 )
 
 LONG = pytest.mark.long
-BOUND = 1e-6  # fp32 has 6e-8; sums of a few dozen products in another order, over five steps
-
-
-# In half precision gradients are rounded: of whole layers on each rank, of slices after the sum over a node.
-BOUNDS = {"32-true": BOUND, "16-true": 4e-3, "bf16-true": 4e-2}
-UNSEEN = {"module_options": {"looks": False}}  # all in one pass
-
-
-def case(*values, is_long=True):
-    return pytest.param(*values, marks=LONG) if is_long else values
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "num_ranks", "ranks_per_node"),
-    [
-        case(lars, 2, 2, is_long=False),
-        case(sliced.lamb, 4, 2, is_long=False),
-        *[case(one, 2, 2) for one in (sgd, adamw, sliced.lars_lists, sliced.lars_joint, sliced.lamb_lists)],
-        case(lars, 4, 4),
-        case(lars, 4, 2),
-    ],
-)
-def test_gradients_and_steps_are_those_of_whole_layers(rank_pool, optimizer, num_ranks, ranks_per_node):
-    kwargs = {"options": {"ranks_per_node": ranks_per_node}}
-    for found, _, is_whole in rank_pool.ranks(num_ranks).run(both, optimizer, "32-true", kwargs):
-        assert max(found.values()) < BOUND, found
-        assert is_whole  # every layer is again what it was
-
-
-OVERFLOWS = {"module_options": {"looks": False, "overflows": (1, 2)}}  # in one slice
-ACCUMULATES = UNSEEN | {"accumulate_grad_batches": 2, "num": 6}
-CLIPS = UNSEEN | {"gradient_clip_val": 0.01}
-CLIPS_VALUES = UNSEEN | {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-PENALISES = {"module_options": {"penalty": 0.1}}
-PENALISES_UNSEEN = {"module_options": {"penalty": 0.1, "looks": False}}
+# fp32 has 6e-8, and adds a few dozen products in another order, over five steps. In half precision gradients are
+# rounded: of whole layers on each rank, of slices after the sum over a node.
+BOUNDS = {"32-true": 1e-6, "16-true": 4e-3, "bf16-true": 4e-2}
+TWO = {"ranks_per_node": 2}
+OVERFLOWS = TWO | {"special": {"overflows": (1, 2)}}
+ACCUMULATES = TWO | {"accumulate_grad_batches": 2, "num": 6}
+CLIPS = TWO | {"gradient_clip_val": 0.01}
+CLIPS_VALUES = TWO | {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+PENALISES = TWO | {"special": {"penalty": 0.1}}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "num_ranks", "kwargs"),
+    ("optimizer", "precision", "num_ranks", "scene"),
     [
-        case(lars, "16-true", 2, OVERFLOWS, is_long=False),
-        case(sgd, "32-true", 2, ACCUMULATES, is_long=False),
-        case(sgd, "32-true", 2, CLIPS, is_long=False),
-        case(sgd, "32-true", 4, PENALISES, is_long=False),
-        case(lars, "16-true", 2, UNSEEN),
-        case(lars, "16-true", 2, {}),
-        case(sliced.lamb, "16-true", 2, UNSEEN),
-        case(sgd, "16-true", 2, UNSEEN),
-        case(lars, "bf16-true", 2, UNSEEN),
-        case(sgd, "16-true", 2, OVERFLOWS),
-        case(lars, "16-true", 4, OVERFLOWS),
-        case(sliced.lars_lists, "16-true", 4, OVERFLOWS),
-        case(sgd, "32-true", 2, CLIPS_VALUES),
-        case(sgd, "16-true", 2, ACCUMULATES),
-        case(sgd, "16-true", 2, CLIPS),
-        case(sgd, "32-true", 2, PENALISES),
-        case(sgd, "16-true", 4, PENALISES_UNSEEN),
-        case(sgd, "bf16-true", 4, PENALISES_UNSEEN),
+        (lars, "32-true", 2, TWO),
+        (sliced.lamb, "32-true", 4, TWO),
+        (lars, "16-true", 2, OVERFLOWS),
+        (sgd, "32-true", 2, ACCUMULATES),
+        (sgd, "32-true", 2, CLIPS),
+        (sgd, "32-true", 2, PENALISES),
+        *[
+            pytest.param(*values, marks=LONG)
+            for values in (
+                *[(one, "32-true", 2, TWO) for one in (adamw, sliced.lars_lists, sliced.lars_joint, sliced.lamb_lists)],
+                (lars, "32-true", 4, {"ranks_per_node": 4}),
+                *[(one, "16-true", 2, TWO) for one in (lars, sliced.lamb, sgd)],
+                (lars, "bf16-true", 2, TWO),
+                (sliced.lars_lists, "16-true", 4, OVERFLOWS),
+                (sgd, "32-true", 2, CLIPS_VALUES),
+                *[(sgd, "16-true", 2, scene) for scene in (ACCUMULATES, CLIPS)],
+                *[(sgd, precision, 4, PENALISES) for precision in ("32-true", "16-true", "bf16-true")],
+            )
+        ],
     ],
 )
-def test_weights_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, precision, num_ranks, kwargs):
-    """In half precision; with the trainer's options; with steps that all skip; with a penalty on weights."""
-    kwargs = {"options": {"ranks_per_node": 2}, **kwargs}
-    for found, skipped, _ in rank_pool.ranks(num_ranks).run(both, optimizer, precision, kwargs):
-        names = ("weights", "gradients") if "penalty" in kwargs.get("module_options", {}) else ("weights",)
-        assert max(found[name] for name in names) < BOUNDS[precision], found
-        assert skipped == (2 if "overflows" in kwargs.get("module_options", {}) else 0)
+def test_steps_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, precision, num_ranks, scene):
+    for whole, cut in whole_and_cut(rank_pool.ranks(num_ranks), optimizer, precision, **scene):
+        if precision == "32-true":
+            found = [difference(getattr(cut, of), getattr(whole, of)) for of in ("weights", "states", "metrics")]
+        else:  # what began at zero is mostly rounding, and small beside the others, whose norms are 0.2 to 4
+            found = [difference(cut.weights, whole.weights, least=1.0)]
+        assert max(found) < BOUNDS[precision], found
+        assert cut.num_skipped == (2 if scene is OVERFLOWS else 0)
 
 
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
-    kwargs = UNSEEN | {"options": {"ranks_per_node": 2, "comm": Comm(tune="off", dtype="float16")}}
-    for found, _, _ in four_ranks.run(both, sgd, "32-true", kwargs):
-        assert BOUND < found["weights"] < BOUNDS["16-true"], found
+    for whole, cut in whole_and_cut(four_ranks, sgd, "32-true", **TWO, comm=Comm(tune="off", dtype="float16")):
+        assert BOUNDS["32-true"] < difference(cut.weights, whole.weights) < BOUNDS["16-true"]
 
 
 # ---- state and validation --------------------------------------------------------------------------------------------
 
 
-def fit_and_resume(path, optimizer, precision):
-    """Two epochs with slices; the second of them again, with slices and whole; and what is in the file."""
-    settings = {"num": 3, "max_epochs": 2, "module_options": {"looks": False}}
-    straight = fit(optimizer, precision, True, callbacks=[Saves(path, epoch=0)], **settings)
-    dist.barrier()  # rank zero has written
-    resumed, whole = (fit(optimizer, precision, is_cut, ckpt_path=path, **settings) for is_cut in (True, False))
-    saved = torch.load(path, weights_only=True)
-    shapes = {name: tuple(value.shape) for name, value in saved["state_dict"].items()}
-    expected = {name: tuple(value.shape) for name, value in Module(optimizer).state_dict().items()}
-    parameters = [tuple(one.shape) for one in Module(optimizer).parameters()]
-    state = saved["optimizer_states"][0]["state"]
-    is_whole_state = sorted(tuple(one["momentum_buffer"].shape) for one in state.values()) == sorted(parameters)
-    return {
-        "same names and shapes": shapes == expected and is_whole_state,
-        "resumed to the bit": toy.same_bits(resumed["weights"], straight["weights"])
-        and difference(resumed["state"], straight["state"]) == 0,
-        "whole": difference(whole["weights"], straight["weights"], least=1.0),
-        "state of the whole": difference(whole["state"], straight["state"], least=1.0),
-    }
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks"),
     [
-        case(lars, "16-true", 2, is_long=False),
-        case(sgd, "32-true", 2),
-        case(sliced.lars_lists, "bf16-true", 2),
-        case(lars, "32-true", 4),
+        (lars, "16-true", 2),
+        pytest.param(sgd, "32-true", 2, marks=LONG),
+        pytest.param(sliced.lars_lists, "bf16-true", 2, marks=LONG),
+        pytest.param(lars, "32-true", 4, marks=LONG),
     ],
 )
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(rank_pool, tmp_path, optimizer, precision, num_ranks):
-    bound = BOUNDS[precision]
-    for found in rank_pool.ranks(num_ranks).run(fit_and_resume, str(tmp_path / "first.ckpt"), optimizer, precision):
-        assert found["same names and shapes"]
-        assert found["resumed to the bit"]
-        assert found["whole"] < bound
-        assert found["state of the whole"] < 4 * bound
-
-
-def going_on(ranks, strategy, path, is_cut):
-    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "ckpt_path": path}
-    return scenes.fit(ranks, partial(Module, sgd, is_cut, looks=False), strategy=strategy, **scene)[0].weights
+    ranks, path = rank_pool.ranks(num_ranks), tmp_path / "first.ckpt"
+    settings = {"num": 3, "max_epochs": 2}
+    straight = fit(ranks, optimizer, precision, callbacks=[Saves(path, epoch=0)], **settings)
+    resumed, whole = (fit(ranks, optimizer, precision, is_cut, ckpt_path=path, **settings) for is_cut in (True, False))
+    for one, again, other in zip(straight, resumed, whole, strict=True):
+        assert same([again.weights, again.states], [one.weights, one.states])
+        assert difference(other.weights, one.weights, least=1.0) < BOUNDS[precision]
+        assert difference(other.states, one.states, least=1.0) < 4 * BOUNDS[precision]
+    saved, module = torch.load(path, weights_only=True), Module(optimizer)
+    shapes = [
+        {name: value.shape for name, value in each.items()} for each in (saved["state_dict"], module.state_dict())
+    ]
+    assert shapes[0] == shapes[1]
+    momentum = [one["momentum_buffer"].shape for one in saved["optimizer_states"][0]["state"].values()]
+    assert sorted(momentum) == sorted(one.shape for one in module.parameters())
 
 
 @pytest.mark.long
 def test_a_checkpoint_of_slices_goes_on_under_ddp_and_on_other_numbers_of_ranks(two_ranks, four_ranks, tmp_path):
-    path = tmp_path / "first.ckpt"
-    scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "max_epochs": 1, "save_to": path}
-    scenes.fit(two_ranks, partial(Module, sgd, looks=False), **scene)
+    again = {"num": 3, "max_epochs": 2, "ckpt_path": tmp_path / "first.ckpt"}
+    fit(two_ranks, sgd, num=3, save_to=tmp_path / "first.ckpt")
+    module = partial(Module, sgd, False)
     for ranks in (two_ranks, four_ranks):
-        under_ddp, cut = (
-            going_on(ranks, *of, path, is_cut) for *of, is_cut in (("ddp", False), ("hybrid_allreduce", True))
-        )
-        assert difference(cut, under_ddp) < BOUND
+        scene = {"train": partial(loader, 3), "use_distributed_sampler": False, "ckpt_path": again["ckpt_path"]}
+        under_ddp = sliced.scenes.fit(ranks, module, strategy="ddp", **scene)[0]
+        assert difference(fit(ranks, sgd, **again)[0].weights, under_ddp.weights) < BOUNDS["32-true"]
 
 
 def uneven_loader():
     """Other numbers of images, and of batches, on each rank."""
-    images = sliced.images_of(2, rank=7 + dist.get_rank())[: 11 - 7 * dist.get_rank()]
+    images = sliced.images_of(2, rank=7 + this_rank())[: 11 - 7 * this_rank()]
     return torch.utils.data.DataLoader(images, batch_size=4)
 
 
-def validated(precision, averages):
-    def one(is_cut):
-        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
-        options = {"looks": False}
-        return fit(
-            lars, precision, is_cut, val=uneven_loader(), callbacks=callbacks, module_options=options, max_epochs=2
-        )
+def output(trainer, module, outputs, *args):
+    return float(outputs)
 
-    whole, cut = one(False), one(True)
-    found = {name: difference(cut[name], whole[name], least=1.0) for name in ("validated", "metrics", "weights")}
-    return found, len(cut["validated"])
+
+AVERAGES = partial(MasterWeightAveraging, decay=0.5)
 
 
 @pytest.mark.parametrize(
-    ("precision", "averages"), [case("32-true", True, is_long=False), case("32-true", False), case("16-true", True)]
+    ("precision", "averages"),
+    [
+        ("32-true", [AVERAGES]),
+        *[pytest.param(*each, marks=LONG) for each in (("32-true", []), ("16-true", [AVERAGES]))],
+    ],
 )
 def test_validation_takes_any_number_of_images_and_the_average_where_there_is_one(two_ranks, precision, averages):
+    scene = {"val": uneven_loader, "callbacks": [*averages, at(on_validation_batch_end=output)], "max_epochs": 2}
     counts = []
-    for found, count in two_ranks.run(validated, precision, averages):
-        assert max(found.values()) < BOUNDS[precision], found
-        counts.append(count)
+    for whole, cut in whole_and_cut(two_ranks, lars, precision, **scene):
+        for of in ("looks", "metrics", "weights"):
+            assert difference(getattr(cut, of), getattr(whole, of), least=1.0) < BOUNDS[precision]
+        counts.append(len(cut.looks["on_validation_batch_end"]))
     assert counts == [2 * 3, 2 * 1]  # two epochs: it was the layers that were whole, as ranks had other counts
 
 
 class Draws(Module):
-    """Rank zero alone runs the module in its own hooks at the end of validation, and all compare what they find."""
+    """Rank zero alone runs the module in its own hooks at the end of validation."""
+
+    def __init__(self, is_cut):
+        super().__init__(sgd, is_cut)
+        self.said = []
 
     def on_validation_epoch_end(self):
         if self.trainer.is_global_zero:
-            self.validated.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
+            self.said.append(self.net(torch.ones(1, sliced.NUM_INPUTS)).detach())
 
-    def on_validation_end(self):
-        self.on_validation_epoch_end()
-
-
-def drawn(averages):
-    found = []
-    for is_cut in (False, True):
-        module = Draws(sgd, is_cut, looks=False)
-        callbacks = [MasterWeightAveraging(decay=0.5)] if averages else []
-        strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), timeout=timedelta(seconds=10))
-        # With the sanity check: training goes on with slices after it.
-        toy.trainer(strategy=strategy, max_epochs=2, num_sanity_val_steps=1, callbacks=callbacks).fit(
-            module, loader(2), loader(1)
-        )
-        found.append([module.validated, toy.weights(module)])
-    return difference(*found, least=1.0), len(found[1][0])
+    on_validation_end = on_validation_epoch_end
 
 
-@pytest.mark.parametrize("averages", [True, pytest.param(False, marks=LONG)])
+def said(trainer, module):
+    return module.said
+
+
+@pytest.mark.parametrize("averages", [[AVERAGES], pytest.param([], marks=LONG)])
 def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_ranks, averages):
-    for rank, (found, count) in enumerate(two_ranks.run(drawn, averages)):
-        assert found < BOUND
-        assert count == 3 * (1 if rank else 3)
+    # With the sanity check: training goes on with slices after it.
+    scene = {"num": 2, "val": partial(loader, 1), "num_sanity_val_steps": 1, "max_epochs": 2}
+    scene |= {"timeout": timedelta(seconds=10), "callbacks": [*averages, at(on_train_end=said)]}
+    whole, cut = (fit(two_ranks, sgd, module=partial(Draws, is_cut), **scene) for is_cut in (False, True))
+    for rank, (one, other) in enumerate(zip(whole, cut, strict=True)):
+        assert difference([other.looks, other.weights], [one.looks, one.weights], least=1.0) < BOUNDS["32-true"]
+        assert len(other.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
 
 
-class Masks(pl.Callback):
+class Drops(Module):
     """Which features of fc6 dropout leaves, in each step; and a number of the stream behind the pair."""
 
     def __init__(self):
-        self.masks, self.numbers = [], []
+        super().__init__(sgd, dropout=0.5)
+        self.masks = []
+        self.net.dropout.register_forward_hook(lambda *call: self.masks.append((call[-1] != 0).float()))
 
-    def on_fit_start(self, trainer, pl_module):
-        pl_module.net.dropout.register_forward_hook(lambda *call: self.masks.append((call[-1] != 0).float()))
+    def on_fit_start(self):
         torch.manual_seed(5)  # the same stream on all ranks
 
-    def on_train_batch_end(self, *_):
-        self.numbers.append(float(torch.rand(())))
+
+def mask_and_number(trainer, module, *args):
+    return module.masks[-1], float(torch.rand(()))
 
 
 def masks():
-    seen = Masks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "tanh", lambda x: x.abs() + 1)  # zeros are of dropout alone
-        fit(sgd, "32-true", True, num=2, callbacks=[seen], module_options={"looks": False, "dropout": 0.5})
-    return torch.stack(seen.masks), seen.numbers
+        return fit(None, sgd, num=2, module=Drops, callbacks=[at(on_train_batch_end=mask_and_number)])
 
 
 def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
-    (first, numbers), (second, others) = two_ranks.run(masks)
+    (first, numbers), (second, others) = (
+        zip(*seen.looks["on_train_batch_end"], strict=True) for seen in two_ranks.run(masks)
+    )
+    first, second = torch.stack(first), torch.stack(second)
     assert first.shape == (2, 2 * NUM_IMAGES, 16 // 2)
-    assert not torch.equal(first, second)
     assert abs(float((first * second).mean()) - 0.25) < 0.1  # independent: both are there in a quarter of all places
     assert numbers == others  # outside the stream goes on as it was
 
@@ -269,94 +222,70 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 
-class AtTheEnd(pl.Callback):
-    """The sum of a list after the last step, before layers are gathered."""
-
-    def __init__(self, counts):
-        self.counts, self.total = counts, 0
-
-    def on_train_end(self, *_):
-        self.total = sum(self.counts)
-
-
 def collectives():
-    """Bytes that a rank sends in the node in one step for its layers, and sums of LARS and verdicts in a fit."""
-    sent, sums = [], []
-    size = dist.get_world_size()
-    gather, exchange, add = slice_exchange._all_gather, dist.all_to_all_single, SlicedFit.add_up_
+    """Bytes that a rank sends in the node in four steps for its layers; what is asked of all; layers after the fit."""
+    sent, sums, size, module = [], [], dist.get_world_size(), Module(lars)
+    gather, exchange, add = slice_exchange.all_gather, dist.all_to_all_single, SlicedFit.add_up_
+
+    def gathers(whole, own, group):
+        if own.is_floating_point():
+            sent.append((size - 1) * own.numel() * own.element_size())
+        gather(whole, own, group=group)
+
+    def exchanges(arrived, parts, group):
+        sent.append((size - 1) * parts.numel() * parts.element_size() // size)
+        exchange(arrived, parts, group=group)
+
+    def adds(self, table):
+        sums.append("sum")
+        add(self, table)
+
     with pytest.MonkeyPatch.context() as patch:
-
-        def gathers(whole, own, group):
-            if own.is_floating_point():
-                sent.append((size - 1) * own.numel() * own.element_size())
-            gather(whole, own, group=group)
-
-        def exchanges(arrived, parts, group):
-            sent.append((size - 1) * parts.numel() * parts.element_size() // size)
-            exchange(arrived, parts, group=group)
-
-        def adds(self, table):
-            sums.append("sum")
-            add(self, table)
-
-        patch.setattr(slice_exchange, "_all_gather", gathers)
+        patch.setattr(slice_exchange, "all_gather", gathers)
         patch.setattr(dist, "all_to_all_single", exchanges)
         patch.setattr(SlicedFit, "add_up_", adds)
         patch.setattr(SlicedFit, "largest", lambda self, value: sums.append("verdict") or value)
-        counts = AtTheEnd(sent)
-        fit(lars, "16-true", True, num=4, module_options={"looks": False}, callbacks=[counts])
-    return counts.total, sums
+        looks = at(on_train_end=lambda *_: sum(sent))  # before layers are gathered
+        seen = fit(None, lars, "16-true", module=module, num=4, callbacks=[looks])
+    return seen.looks["on_train_end"], sums, [type(one) for one in (module.net.fc6, module.net.fc7, module.net.fc8)]
 
 
 def test_a_step_sends_images_and_logits_and_one_sum_of_squares(four_ranks):
     of_the_pair, of_the_head = 10 + 14, 14 + NUM_CLASSES / 4
     expected = 4 * 2 * (4 - 1) * NUM_IMAGES * (of_the_pair + of_the_head) * 2  # four steps, fp16
-    assert four_ranks.run(collectives) == [(expected, ["sum"] * 4)] * 4
+    assert four_ranks.run(collectives) == [([expected], ["sum"] * 4, [nn.Linear] * 3)] * 4
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
 
 
-class Spoils(pl.Callback):
-    """A trunk that differs on one rank."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 1 and dist.get_rank() == 1:
-            with torch.no_grad():
-                pl_module.net.trunk[0].weight[0, 0] += 1
+def spoil(trainer, module, outputs, batch, batch_idx):
+    """The trunk on one rank."""
+    if batch_idx == 1 and this_rank() == 1:
+        with torch.no_grad():
+            module.net.trunk[0].weight[0, 0] += 1
 
 
-class LooksAlone(pl.Callback):
-    """A state dict that rank zero takes alone, as where numbers went wrong on it."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if dist.get_rank() == 0:
-            with run_status(trainer).own_state():
-                assert pl_module.state_dict()["net.fc6.weight"].shape == (8, 10)
-
-
-def checked(spoils):
-    callbacks = [LooksAlone(), *([Spoils()] if spoils else []), ReplicaCheck(1)]
-    return toy.error_of(fit, sgd, "16-true", True, num=3, callbacks=callbacks, module_options={"looks": False})
+def look_alone(trainer, module, *args):
+    """As where numbers went wrong on rank zero."""
+    if this_rank() == 0:
+        with run_status(trainer).own_state():
+            assert module.state_dict()["net.fc6.weight"].shape == (8, 10)
 
 
 def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
-    assert two_ranks.run(checked, False) == ["", ""]
-    for error in two_ranks.run(checked, True):
-        assert error.startswith("ReplicaDriftError")
-        assert "`net.trunk.0.weight`" in error
-
-
-def logged_ratios(is_cut):
-    keeps = Keeps()
-    settings = {"callbacks": [TrainingMetrics(skip_steps=0)], "logger": keeps, "log_every_n_steps": 1}
-    fit(lars, "32-true", is_cut, module_options={"looks": False}, **settings)
-    return [value for name in m.trust_ratios_of_group(0) for value in keeps.column(name).values()]
+    check, alone = partial(ReplicaCheck, 1), at(on_train_batch_end=look_alone)
+    for spoils in ([], [at(on_train_batch_end=spoil)]):
+        for seen in fit(two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True):
+            assert seen.error.startswith("ReplicaDriftError") == bool(spoils)
+            assert ("`net.trunk.0.weight`" in seen.error) == bool(spoils), seen.error
 
 
 @pytest.mark.long
 def test_trust_ratios_that_are_logged_are_those_of_whole_layers(two_ranks):
-    whole, cut = (two_ranks.run(logged_ratios, is_cut)[0] for is_cut in (False, True))
+    scene = {"callbacks": [partial(TrainingMetrics, skip_steps=0)], "log_every_n_steps": 1}
+    pair = whole_and_cut(two_ranks, lars, "32-true", **scene)[0]
+    whole, cut = ([v for name in m.trust_ratios_of_group(0) for v in one.column(name).values()] for one in pair)
     assert len(whole) == 3 * 5
     assert cut == pytest.approx(whole, rel=1e-5)
 
@@ -366,13 +295,6 @@ def test_trust_ratios_that_are_logged_are_those_of_whole_layers(two_ranks):
 
 class Doubled(nn.Linear):
     """A layer that is no plain one."""
-
-
-def net_with(**layers):
-    net = sliced.Net()
-    for name, layer in layers.items():
-        setattr(net, name, net.get_submodule(layer) if isinstance(layer, str) else layer)
-    return net
 
 
 @pytest.mark.parametrize(
@@ -389,7 +311,9 @@ def net_with(**layers):
     ],
 )
 def test_a_layer_that_cannot_be_cut_is_refused_by_name(layers, text):
-    net = net_with(**layers)
+    net = sliced.Net()
+    for name, layer in layers.items():
+        setattr(net, name, net.get_submodule(layer) if isinstance(layer, str) else layer)
     with pytest.raises(ValueError, match=text):
         refusals.refuse_layers(net, net.node_slices, num_slices=2)
 
@@ -401,15 +325,12 @@ def test_names_that_there_are_not_and_groups_of_three_are_refused():
         refusals.refuse_layers(sliced.Net(), [("fc6", "fc7", "fc8")], num_slices=2)
 
 
-def fit_with(options):
-    return toy.error_of(fit, sgd, "32-true", True, num=1, options=options)
-
-
 @pytest.mark.parametrize(("name", "value"), [("shard_update", "node"), ("between_nodes", LocalSteps(every=2))])
 def test_a_fit_is_refused_before_training(two_ranks, name, value):
-    for error in two_ranks.run(fit_with, {name: value}):
+    for seen in fit(two_ranks, sgd, num=1, raises=True, **{name: value}):
         names = "[('net.fc6', 'net.fc7'), ('net.fc8',)]"
-        assert error.startswith(f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other")
+        words = f"ValueError: `{name}` (={value!r}) and `node_slices` (={names}) exclude each other"
+        assert seen.error.startswith(words)
 
 
 def unfreeze(trainer, module):
@@ -417,72 +338,62 @@ def unfreeze(trainer, module):
 
 
 def partly_frozen():
-    module = Module(sgd, looks=False)
+    module = Module(sgd)
     module.net.fc8.weight.requires_grad_(False)
     return module
 
 
 def test_a_slice_that_is_unfrozen_in_the_fit_is_refused(two_ranks):
-    scene = {"train": partial(loader, 1), "use_distributed_sampler": False, "max_epochs": 1, "raises": True}
-    for seen in scenes.fit(two_ranks, partly_frozen, callbacks=[scenes.at(on_train_start=unfreeze)], **scene):
+    scene = {"module": partly_frozen, "num": 1, "callbacks": [at(on_train_start=unfreeze)], "raises": True}
+    for seen in fit(two_ranks, sgd, **scene):
         words = "RuntimeError: Parameter `net.fc8.weight` (shape (4, 14)) is trained but not averaged"
         assert seen.error.startswith(words)
 
 
-class TakesState(pl.Callback):
-    """Takes the module's state on both ranks, the second a little later, and then on rank zero alone."""
-
-    def __init__(self, folder):
-        self.ended = Path(folder, "ended")
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        time.sleep(0.2 * dist.get_rank())
-        self.shape = pl_module.state_dict()["net.fc6.weight"].shape
-        if trainer.is_global_zero:
-            pl_module.state_dict()
-        end_s = time.monotonic() + 30
-        while (
-            not self.ended.exists() and time.monotonic() < end_s
-        ):  # no process ends here, which would end a collective
-            time.sleep(0.05)
-        raise FloatingPointError("rank zero has ended" if self.ended.exists() else "rank zero waits")
-
-
 def state_on_rank_zero(folder):
-    sliced_layers.STATE_LIMIT_S, before = 1.0, sliced_layers.STATE_LIMIT_S
-    callback = TakesState(folder)
-    trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[callback])
-    error = toy.error_of(trainer.fit, Module(sgd, looks=False), loader(1))
-    sliced_layers.STATE_LIMIT_S = before
-    callback.ended.touch()
-    return callback.shape, error
+    """The module's state on both ranks, the second a little later, and then on rank zero alone."""
+    ended, shapes = Path(folder, "ended"), []
+
+    def take(trainer, module):
+        time.sleep(0.2 * this_rank())
+        shapes.append(module.state_dict()["net.fc6.weight"].shape)
+        if trainer.is_global_zero:
+            module.state_dict()
+        end_s = time.monotonic() + 30
+        while not ended.exists() and time.monotonic() < end_s:  # no process ends here, which would end a collective
+            time.sleep(0.05)
+        raise FloatingPointError("rank zero has ended" if ended.exists() else "rank zero waits")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sliced_fit, "STATE_LIMIT_S", 1.0)
+        trainer = toy.trainer(max_epochs=1, use_distributed_sampler=False, callbacks=[at(on_train_epoch_end=take)])
+        error = toy.error_of(trainer.fit, Module(sgd), loader(1))
+    ended.touch()
+    return shapes, error
 
 
 def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path):
     zero, one = two_ranks.run(state_on_rank_zero, str(tmp_path))
-    assert zero[0] == one[0] == (16, 10), "whole, where all ranks call it"
-    assert zero[1].startswith(
-        "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
-    )
+    assert zero[0] == one[0] == [(16, 10)], "whole, where all ranks call it"
+    words = "RuntimeError: `state_dict()` must be called on all ranks: layers of `node_slices` (=['net."
+    assert zero[1].startswith(words)
     assert "rank 1 did not call it within 1 s" in zero[1]
     assert one[1].startswith("FloatingPointError: rank zero has ended")
 
 
 def uneven_batches():
-    return loader(1, size=NUM_IMAGES - dist.get_rank())
+    return loader(1, size=NUM_IMAGES - this_rank())
 
 
 @pytest.mark.long
 def test_ranks_with_other_numbers_of_images_are_named_in_training(two_ranks):
-    scene = {"module": one_module, "train": uneven_batches, "max_epochs": 1, "use_distributed_sampler": False}
-    for seen in scenes.fit(two_ranks, raises=True, **scene):
+    for seen in fit(two_ranks, sgd, train=uneven_batches, raises=True):
         assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in seen.error
 
 
-def one_module(num_classes=NUM_CLASSES):
-    module = Module(sgd, looks=False)
-    if num_classes != NUM_CLASSES:
-        module.net.fc8 = nn.Linear(14, num_classes)
+def of_nine_classes():
+    module = Module(sgd)
+    module.net.fc8 = nn.Linear(14, 9)
     return module
 
 
@@ -492,21 +403,14 @@ def kinds(trainer, module):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("module", "ranks_per_node", "expected", "words"),
+    ("scene", "expected", "words"),
     [
-        (one_module, 1, ["Linear", "Linear"], "cuts nothing: every node has one rank"),
-        (partial(one_module, 9), 2, ["ColumnSlicedLinear", "Linear"], "has 9 classes, which"),
+        ({"ranks_per_node": 1}, ["Linear", "Linear"], "cuts nothing: every node has one rank"),
+        ({"module": of_nine_classes} | TWO, ["ColumnSlicedLinear", "Linear"], "has 9 classes, which"),
     ],
     ids=["one rank on each node", "classes that do not divide"],
 )
-def test_what_cannot_be_cut_stays_whole_with_a_warning(two_ranks, module, ranks_per_node, expected, words):
-    scene = {"module": module, "train": partial(loader, 1), "max_epochs": 1, "use_distributed_sampler": False}
-    scene |= {"ranks_per_node": ranks_per_node, "callbacks": [scenes.at(on_train_start=kinds)], "warns": True}
-    for rank, seen in enumerate(scenes.fit(two_ranks, **scene)):
+def test_what_cannot_be_cut_stays_whole_with_a_warning(two_ranks, scene, expected, words):
+    for rank, seen in enumerate(fit(two_ranks, sgd, num=1, callbacks=[at(on_train_start=kinds)], warns=True, **scene)):
         assert seen.looks["on_train_start"] == [expected]
         assert any(words in text for text in seen.warnings) == (rank == 0)
-
-
-@pytest.mark.parametrize("file", ["alexnet", "alexnet_bn", "alexnet_bn_imagenet"])
-def test_every_alexnet_of_the_recipes_has_the_key(file):
-    assert "\nslice_fc: off" in (ROOT / "conf" / "model" / f"{file}.yaml").read_text()

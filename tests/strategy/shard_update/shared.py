@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy
+from lightning_hybrid import Comm
 from lightning_hybrid.placement import BLOCK
-from tests import toy
-from tests.scenes import same
+from lightning_hybrid.strategy.shard_update import shard_exchange
+from tests import scenes
+from tests.scenes import at, same, this_rank
 
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5, 3 * BLOCK + 1, 7)  # the last is in DDP's first bucket
 
@@ -27,37 +30,31 @@ class Sizes(pl.LightningModule):
         self.weights = nn.ParameterList(weights)
         self.norm = nn.LayerNorm(4)
         self.make_optimizer, self.overflows, self.overflow_in = optimizer, overflows, overflow_in
-        self.seen = []
         if reads:
             self.on_train_batch_end = self.read_gradients
 
     def training_step(self, batch, batch_idx):
         loss = self.norm(batch[:, :4]).square().mean()
-        generator = torch.Generator().manual_seed(1000 * batch_idx + (dist.get_rank() if dist.is_initialized() else 0))
+        generator = torch.Generator().manual_seed(1000 * batch_idx + this_rank())
         for index, weight in enumerate(self.weights):
             factor = torch.randn(weight.shape, generator=generator)
-            if batch_idx in self.overflows and index == self.overflow_in and dist.get_rank() == 0:
+            if batch_idx in self.overflows and index == self.overflow_in and this_rank() == 0:
                 factor.view(-1)[-1] = float("inf")  # in the last part alone
             loss = loss + (weight.float() * factor).sum() * batch[0, 0].abs() / 64
         return loss
 
     def read_gradients(self, outputs, batch, batch_idx):
-        self.seen.append([weight.grad.detach().clone() for weight in self.weights])
+        assert all(weight.grad is not None for weight in self.weights)
+
+    def validation_step(self, batch, batch_idx):
+        return None
 
     def configure_optimizers(self):
         return self.make_optimizer(self)
 
 
-class SeesWeights(pl.Callback):
-    """Not the module: a hook of its own after a step is taken for one that looks at gradients."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        pl_module.seen.append([weight.detach().float().clone() for weight in pl_module.weights])
-
-
 def batches(num=4):
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(this_rank())
     return torch.utils.data.DataLoader(torch.randn(2 * num, 4, generator=generator), batch_size=2)
 
 
@@ -69,26 +66,33 @@ def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.01)
 
 
-def fit(optimizer, precision, shard_update, num=4, options=None, module_options=None, callbacks=(), **settings):
-    """Weights after the fit, those in each step, whole optimizer state on rank zero, and skipped steps."""
-    module = Sizes(optimizer, **(module_options or {}))
-    scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(
-        **{"shard_update": shard_update, "comm": Comm(tune="off"), **scale, **(options or {})}
+def weights_of(trainer, module, *args):
+    """A callback's look, not the module's: a hook of its own after a step is taken for one that reads gradients."""
+    return [weight.detach().float().clone() for weight in module.weights]
+
+
+def fit(ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene):
+    """What was seen of a fit of one epoch; `special`: of the module."""
+    options = {"max_epochs": 1, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options |= {"loss_scale": 1024} if precision == "16-true" else {}
+    options |= {"module": partial(Sizes, optimizer, **(special or {})), "train": partial(batches, num)}
+    return scenes.fit(ranks, shard_update=shard_update, precision=precision, **options | scene)
+
+
+def fit_in_chunks(numel, optimizer, precision, setting, scene):
+    with patch.object(shard_exchange, "CHUNK_NUMEL", numel or shard_exchange.CHUNK_NUMEL):
+        return fit(None, optimizer, precision, setting, **scene)
+
+
+def assert_same(ranks, optimizer, precision, *, num_skipped=0, chunk_numel=0, callbacks=(), **scene):
+    """Assert that with the update shared all has the bits of a fit without; what was seen of the first."""
+    scene["callbacks"] = [*callbacks, at(on_train_batch_end=weights_of)]
+    whole, shared = (
+        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene) for setting in ("off", "node")
     )
-    settings |= {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [*callbacks, SeesWeights()]}
-    trainer = toy.trainer(strategy=strategy, precision=precision, **settings)
-    trainer.fit(module, batches(num))
-    state = trainer.optimizers[0].state_dict()["state"]
-    return {
-        "weights": toy.weights(module),
-        "seen": module.seen,
-        "state": state if dist.get_rank() == 0 else None,
-        "skipped": getattr(trainer.precision_plugin, "num_skipped_steps", 0),
-    }
-
-
-def both(optimizer, precision, kwargs=None):
-    """Whether a fit with the update shared has the bits of one without, for each thing that is compared."""
-    whole, shared = (fit(optimizer, precision, setting, **(kwargs or {})) for setting in ("off", "node"))
-    return {name: same(whole[name], shared[name]) for name in whole}, shared["skipped"]
+    for rank, (one, other) in enumerate(zip(whole, shared, strict=True)):
+        assert same(one.weights, other.weights)
+        assert same(one.looks["on_train_batch_end"], other.looks["on_train_batch_end"])
+        assert rank or same(one.states, other.states)  # rank zero has it whole
+        assert one.num_skipped == other.num_skipped == num_skipped
+    return shared

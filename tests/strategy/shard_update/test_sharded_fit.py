@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy
+from lightning_hybrid import Adasum, Comm
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.stats.link_bytes import traffic_of
 from lightning_hybrid.optim import LAMB, LARS
-from lightning_hybrid.placement import BLOCK
-from lightning_hybrid.strategy.shard_update import shard_exchange as part_exchange
+from lightning_hybrid.placement import BLOCK, flattened, has_gaps
 from lightning_hybrid.strategy.shard_update.extension import ShardUpdateExtension
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
-from tests import scenes, toy
 from tests.comm.layouts import engine_over, integers, sum_of_integers
-from tests.scenes import Saves, same
-from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, batches, both, sgd
+from tests.scenes import Saves, at, same
+from tests.strategy.shard_update.shared import SIZES, adamw, assert_same, fit, sgd
 
-# In every run of the tests a few of all cases; the others are long.
-LONG = pytest.mark.long
-
-
-def some(default, cases):
-    """The cases, those that are not in `default` marked as long."""
-    return [case if case in default else pytest.param(*case, marks=LONG) for case in cases]
+LONG = pytest.mark.long  # in every run of the tests a few of all cases
 
 
-PRECISIONS = ("16-true", "bf16-true", "32-true")
-ALL_SAME = {"weights": True, "seen": True, "state": True, "skipped": True}
+def long(*cases):
+    return [pytest.param(*case, marks=LONG) for case in cases]
 
 
 def layerwise(module, kind, fused, options):
@@ -47,152 +37,118 @@ def layerwise(module, kind, fused, options):
     return kind(groups, lr=0.1, weight_decay=1e-3, fused=fused, **options)
 
 
-LAYERWISE = {
-    "LARS": partial(layerwise, kind=LARS, fused=True, options={"nesterov": True}),
-    "LARS, joint": partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0}),
-    "LARS, lists": partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"}),
-    "LAMB": partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5}),
-    "LAMB, lists": partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5}),
-}
+lars = partial(layerwise, kind=LARS, fused=True, options={"nesterov": True})
+lars_joint = partial(layerwise, kind=LARS, fused=True, options={"denominator": "joint", "trust_clip": 1.0})
+lars_lists = partial(layerwise, kind=LARS, fused=False, options={"momentum_form": "ratio_outside"})
+lamb = partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5})
+lamb_lists = partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5})
+
+
+def overflows_in(index):
+    """In the last part of this parameter alone, in two of five steps."""
+    return {"num": 5, "num_skipped": 2, "special": {"overflows": (1, 2), "overflow_in": index}}
+
+
+ACCUMULATES = {"accumulate_grad_batches": 2}
+CLIPS = {"gradient_clip_val": 0.01}
+CLIPS_VALUES = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
+CHUNKS = {"chunk_numel": 1 << 12}  # of which every third takes the memory of the first again
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"),
-    some(
-        [(sgd, "16-true"), (adamw, "32-true")], [(one, precision) for one in (sgd, adamw) for precision in PRECISIONS]
-    ),
+    ("optimizer", "precision", "num_ranks", "scene"),
+    [
+        (sgd, "16-true", 2, overflows_in(4)),
+        (adamw, "16-true", 2, ACCUMULATES),
+        (adamw, "32-true", 2, CLIPS),
+        (sgd, "16-true", 4, {"between_nodes": Adasum(), "ranks_per_node": 2}),
+        (sgd, "16-true", 3, CHUNKS | {"ranks_per_node": 3}),
+        (lamb, "32-true", 2, {}),
+        (lars_lists, "bf16-true", 2, {}),
+        *long(
+            (lamb, "16-true", 2, overflows_in(5)),
+            (sgd, "bf16-true", 2, {}),
+            (sgd, "32-true", 2, {}),
+            *[(adamw, precision, 2, CLIPS_VALUES) for precision in ("16-true", "32-true")],
+            *[(sgd, "16-true", 4, CHUNKS | {"ranks_per_node": ranks_per_node}) for ranks_per_node in (2, 4)],
+            *[(lars_joint, precision, 2, {}) for precision in ("16-true", "32-true")],
+            *[(one, "bf16-true", 2, {}) for one in (lars, lamb, lamb_lists)],
+        ),
+    ],
 )
-def test_a_shared_update_has_the_bits_of_a_whole_one(two_ranks, optimizer, precision):
-    for found, _ in two_ranks.run(both, optimizer, precision):
-        assert found == ALL_SAME
+def test_a_shared_update_has_the_bits_of_a_whole_one(rank_pool, optimizer, precision, num_ranks, scene):
+    """With overflow in one part, the trainer's options, several nodes, and trust ratios of whole tensors."""
+    assert_same(rank_pool.ranks(num_ranks), optimizer, precision, **scene)
 
 
-def test_two_nodes_combined_by_adasum_share_the_update_to_the_bit(four_ranks):
-    kwargs = {"options": {"between_nodes": Adasum(), "ranks_per_node": 2}}
-    for found, _ in four_ranks.run(both, sgd, "16-true", kwargs):
-        assert found == ALL_SAME
-
-
-def numels_held(precision, ranks_per_node):
-    """Elements of masters and of momentum on this rank, in training and after it; and of the weights."""
-    seen = {}
-
-    class Looks(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            masters = trainer.precision_plugin.masters if precision == "16-true" else None
-            seen["masters"] = sum(pair.master.numel() for pair in masters.pairs.values()) if masters else 0
-            seen["momentum"] = sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
-
-    module = Sizes(sgd)
-    scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    strategy = HybridAllReduceStrategy(shard_update="node", ranks_per_node=ranks_per_node, **scale)
-    trainer = toy.trainer(strategy=strategy, precision=precision, max_epochs=1, callbacks=[Looks()])
-    trainer.fit(module, batches(2))
-    weights = sum(weight.numel() for weight in module.parameters())
-    after = sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
-    return seen, weights, after
+def held(trainer, module, *args):
+    masters = getattr(trainer.precision_plugin, "masters", None)
+    of_masters = sum(pair.master.numel() for pair in masters.pairs.values()) if masters else 0
+    return of_masters, sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precision):
     small = sum(size for size in SIZES if size <= BLOCK)
-    found = two_ranks.run(numels_held, precision, 2)
-    large = found[0][1] - small - 8  # the layer normalisation has 8
-    for kind, others in (("masters", 0 if precision == "16-true" else None), ("momentum", 8)):
-        held = [seen[kind] for seen, _, _ in found]
-        if others is None:
-            assert held == [0, 0]
-            continue
-        assert sum(held) == large + 2 * (small + others), kind
-        assert max(held) - min(held) <= 2 * BLOCK, kind
-    assert found[0][2] == found[0][1]  # rank zero can still save whole state after the fit
-
-
-def test_overflow_in_one_part_skips_the_step_on_every_rank(two_ranks):
-    kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 4}}
-    for found, skipped in two_ranks.run(both, sgd, "16-true", kwargs):
-        assert (found, skipped) == (ALL_SAME, 2)
-
-
-SETTINGS = {
-    "accumulation": {"accumulate_grad_batches": 2},
-    "clipping by norm": {"gradient_clip_val": 0.01},
-    "clipping by value": {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
-}
-
-
-@pytest.mark.parametrize(
-    ("precision", "settings"),
-    some(
-        [("16-true", "accumulation"), ("32-true", "clipping by norm")],
-        [(precision, settings) for precision in ("16-true", "32-true") for settings in SETTINGS],
-    ),
-)
-def test_the_trainer_s_options_keep_their_bits(two_ranks, precision, settings):
-    for found, _ in two_ranks.run(both, adamw, precision, SETTINGS[settings]):
-        assert found == ALL_SAME
-
-
-def both_in_many_chunks(kwargs):
-    with patch.object(part_exchange, "CHUNK_NUMEL", 1 << 12):
-        return both(sgd, "16-true", kwargs)
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(3, 3)], [(3, 3), (4, 4), (4, 2)]))
-def test_more_ranks_and_nodes_keep_the_bits(rank_pool, world_size, ranks_per_node):
-    """And so do exchanges of several chunks, of which every third takes the memory of the first again."""
-    kwargs = {"options": {"ranks_per_node": ranks_per_node}}
-    for found, _ in rank_pool.ranks(world_size).run(both_in_many_chunks, kwargs):
-        assert found == ALL_SAME
+    ranks = fit(two_ranks, sgd, precision, num=2, callbacks=[at(on_train_batch_end=held)])
+    weights = sum(weight.numel() for weight in ranks[0].weights.values())
+    large = weights - small - 8  # the layer normalisation has 8
+    masters, momentum = zip(*(seen.looks["on_train_batch_end"][-1] for seen in ranks), strict=True)
+    for kind, others in ((masters, 0), (momentum, 8)) if precision == "16-true" else ((momentum, 8),):
+        assert sum(kind) == large + 2 * (small + others)
+        assert max(kind) - min(kind) <= 2 * BLOCK
+    assert precision == "16-true" or masters == (0, 0)
+    # Rank zero can still save whole state after the fit.
+    assert sum(state["momentum_buffer"].numel() for state in ranks[0].states[0].values()) == weights
 
 
 # ---- gradients that are averaged for their owners alone -------------------------------------------------------------
 
 
-class CountsScattered(pl.Callback):
+def num_scattered(trainer, module, *args):
     """How many buckets of the last steps went to their owners alone."""
-
-    def __init__(self):
-        self.num = 0
-
-    def on_train_batch_start(self, trainer, *args):
-        extensions = trainer.strategy._extensions
-        scatter = extensions.made[0]._parts.scatter if extensions else None
-        if scatter is not None:
-            self.num = sum(packing is not None for packing in scatter._packings.values())
+    extensions = trainer.strategy._extensions
+    scatter = extensions.made[0]._parts.scatter if extensions else None
+    return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 
-def scattered(optimizer, precision, kwargs, options):
-    counts = CountsScattered()
-    callbacks = [counts, *kwargs.get("callbacks", ())]
-    found, skipped = both(optimizer, precision, kwargs | {"options": options, "callbacks": callbacks})
-    return found, skipped, counts.num
-
-
-SMALL_BUCKETS = {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), some([(4, 2)], [(2, 2), (3, 3), (4, 2)]))
-def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, world_size, ranks_per_node):
-    options = SMALL_BUCKETS | {"ranks_per_node": ranks_per_node}
-    for found, _, num in rank_pool.ranks(world_size).run(scattered, LAYERWISE["LARS"], "16-true", {}, options):
-        assert found == ALL_SAME
-        assert num >= 1
+def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
+    """How many buckets were scattered, on each rank."""
+    scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
+    callbacks = [*callbacks, at(on_train_batch_start=num_scattered)]
+    shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
+    return [seen.looks["on_train_batch_start"][-1] for seen in shared]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "kwargs"),
+    ("optimizer", "precision", "num_ranks", "scene"),
     [
-        pytest.param("LAMB", "bf16-true", {"accumulate_grad_batches": 2}, marks=LONG),
-        ("LAMB, lists", "32-true", {}),
-        ("LARS", "16-true", {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}),
+        (lars, "16-true", 4, {"ranks_per_node": 2}),
+        (lamb_lists, "32-true", 2, {}),
+        (lars, "16-true", 2, overflows_in(5)),  # the verdict travels with the norms
+        *long((lars, "16-true", 3, {}), (lamb, "bf16-true", 2, ACCUMULATES)),
     ],
 )
-def test_and_with_every_precision_accumulation_and_overflow(two_ranks, optimizer, precision, kwargs):
-    for found, skipped, num in two_ranks.run(scattered, LAYERWISE[optimizer], precision, kwargs, SMALL_BUCKETS):
-        assert found == ALL_SAME
-        assert num >= 1
-        assert skipped == (2 if "num" in kwargs else 0)
+def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, optimizer, precision, num_ranks, scene):
+    assert min(assert_same_and_count(rank_pool.ranks(num_ranks), optimizer, precision, **scene)) >= 1
+
+
+def read_nothing(*args):
+    """A callback that might look at gradients."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scene"),
+    [
+        (lars, {"gradient_clip_val": 0.01}),
+        (lars, {"callbacks": [at(on_after_backward=read_nothing)]}),
+        (lars, {"special": {"reads": True}}),
+        *long((sgd, {})),
+    ],
+    ids=["clipping", "a hook", "the module's hook after the step", "SGD in halves"],
+)
+def test_who_looks_at_gradients_finds_all_of_them(two_ranks, optimizer, scene):
+    assert assert_same_and_count(two_ranks, optimizer, "16-true", **scene) == [0, 0]
 
 
 def scattered_in_another_order():
@@ -220,27 +176,14 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
         assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of the other are not
 
 
-class Reads(pl.Callback):
-    """Remembers nothing, but might."""
-
-    def on_after_backward(self, trainer, pl_module):
-        """Read gradients."""
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"gradient_clip_val": 0.01},
-        pytest.param({}, marks=LONG),
-        {"callbacks": [Reads()]},
-        {"module_options": {"reads": True}},
-    ],
-    ids=["clipping", "SGD in halves", "a hook", "the module's hook after the step"],
-)
-def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
-    optimizer = LAYERWISE["LARS"] if kwargs else sgd
-    for found, _, num in two_ranks.run(scattered, optimizer, "16-true", kwargs, SMALL_BUCKETS):
-        assert (found, num) == (ALL_SAME, 0)
+def test_a_row_in_the_order_of_memory_is_a_view_where_there_are_no_gaps():
+    weight = torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last)
+    row = flattened(weight, weight)
+    row[5] = 7.0
+    assert weight.permute(0, 2, 3, 1).reshape(-1)[5] == 7.0
+    assert torch.equal(flattened(weight.contiguous(), weight), row)  # another order: a copy in that of `like`
+    assert not has_gaps(weight)
+    assert has_gaps(weight[:, ::2])
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -248,11 +191,10 @@ def test_who_looks_at_gradients_finds_all_of_them(two_ranks, kwargs):
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     """Two epochs of two batches, saved after each: weights on each rank, and the file in the end."""
-    scale = {"loss_scale": 1024} if precision == "16-true" else {}
-    scene = {"shard_update": shard_update, "precision": precision, "use_distributed_sampler": False} | scale | options
-    scene |= {"ckpt_path": resume, "callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
     file = path / f"{shard_update}4.ckpt"
-    seen = scenes.fit(ranks, partial(Sizes, adamw), train=partial(batches, 2), save_to=file, **scene)
+    scene = {"num": 2, "max_epochs": 2, "save_to": file, "ckpt_path": resume} | options
+    scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
+    seen = fit(ranks, adamw, precision, shard_update, **scene)
     found = torch.load(file, weights_only=True)
     keys = ("state_dict", "optimizer_states", "MasterWeightPrecision", "global_step")
     return [one.weights for one in seen], {key: found.get(key) for key in keys}
@@ -260,14 +202,10 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
 
 @pytest.mark.parametrize(
     ("precision", "first", "then"),
-    some(
-        [("16-true", "node", "node")],
-        [
-            (precision, *settings)
-            for precision in ("16-true", "32-true")
-            for settings in (("node", "node"), ("node", "off"), ("off", "node"))
-        ],
-    ),
+    [
+        ("16-true", "node", "node"),
+        *long(("16-true", "node", "off"), ("16-true", "off", "node"), ("32-true", "node", "off")),
+    ],
 )
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
     """Four batches in one go, and resumed after two."""
@@ -277,7 +215,8 @@ def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, the
     assert same(straight, saved(two_ranks, tmp_path, precision, then, resume=tmp_path / f"{first}2.ckpt"))
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("16-true", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
 def test_a_run_goes_on_with_another_number_of_ranks_on_a_node(four_ranks, precision, tmp_path):
     """Begun on two nodes of two ranks, gone on with on one of four; all sums over one ring, whatever shares a node."""
     found = []
@@ -290,28 +229,6 @@ def test_a_run_goes_on_with_another_number_of_ranks_on_a_node(four_ranks, precis
             saved(four_ranks, tmp_path, precision, shard_update, resume=resume, ranks_per_node=ranks_per_node, **flat)
         )
     assert same(*found)
-
-
-# ---- LARS and LAMB -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "precision"),
-    some(
-        [("LARS", "16-true"), ("LAMB", "32-true"), ("LARS, lists", "bf16-true")],
-        [(one, precision) for one in LAYERWISE for precision in PRECISIONS],
-    ),
-)
-def test_trust_ratios_are_those_of_whole_tensors(two_ranks, optimizer, precision):
-    for found, _ in two_ranks.run(both, LAYERWISE[optimizer], precision):
-        assert found == ALL_SAME
-
-
-@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
-def test_the_verdict_on_overflow_travels_with_the_norms(two_ranks, optimizer):
-    kwargs = {"num": 5, "module_options": {"overflows": (1, 2), "overflow_in": 5}}
-    for found, skipped in two_ranks.run(both, LAYERWISE[optimizer], "16-true", kwargs):
-        assert (found, skipped) == (ALL_SAME, 2)
 
 
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():

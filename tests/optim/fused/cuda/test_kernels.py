@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.optim import LARS, WarmupPolynomialDecay
+from lightning_hybrid.optim import LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
@@ -24,7 +24,7 @@ from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK, Part
 from tests.optim.families import distance_from
-from tests.optim.makers import on_threads
+from tests.optim.makers import Beside, Whole, distance, groups_of, on_threads, overflow, written
 from tests.optim.test_lars import normals, set_grads
 from tests.reference.coefficients import coefficients
 
@@ -73,23 +73,6 @@ def give_grads(params, others, seed, scale=1.0, dtype=torch.float32):
         param.grad, other.grad = grad.to(param.device), grad.to(other.dtype) / scale
 
 
-def assert_close(params, others, rtol):
-    for param, other in zip(params, others, strict=True):
-        param, other = param.detach().cpu().double(), other.detach().double()
-        assert torch.linalg.vector_norm(param - other) <= rtol * torch.linalg.vector_norm(other)
-
-
-def rounded(param, dtype):
-    """To nearest; the interpreter cuts off the second half of a float32 to make a bfloat16."""
-    if IS_INTERPRETED and dtype is torch.bfloat16:
-        return (param.detach().view(torch.int32) >> 16 << 16).view(torch.float32).to(dtype)
-    return param.to(dtype)
-
-
-def groups_of(params):
-    return [{"params": params[::2]}, {"params": params[1::2], "trust_ratio": False, "weight_decay": 0.0}]
-
-
 @not_interpreted
 @pytest.mark.long
 def test_what_follows_holds_in_the_interpreter():
@@ -100,31 +83,23 @@ def test_what_follows_holds_in_the_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 25
 
 
+def beside(device, **more):
+    """Next to the loop on the CPU."""
+    return Beside(Whole(), KERNELS, shapes=SHAPES[device], device=device, **more)
+
+
 @on_devices
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 @pytest.mark.parametrize("momentum_form", get_args(MomentumForm))
 def test_the_kernels_are_the_rule(device, momentum_form, denominator):
-    """Four steps of a schedule, a group for each option. Other rounding only: some five times a step.
-
-    Float64 shows the rule, float32 next to it the rounding: that does not depend on the form.
-    """
-    options = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}, {"maximize": True, "weight_decay": 0.0}]
-    options += [{"momentum": 0.0, "eps": 0.1}, {"trust_ratio": False, "excluded_lr_mult": 0.01, "nesterov": True}]
+    """Other rounding only: some five times a step. Float64 shows the rule, float32 next to it the rounding."""
+    options = [{}, {"nesterov": True, "excluded_lr_mult": 0.01}, {"trust_clip": 1.0, "lr": 0.01}]
+    options += [{"maximize": True, "weight_decay": 0.0}, {"momentum": 0.0, "eps": 0.1}]
     bounds = {torch.float64: 1e-14} | ({torch.float32: 2e-6} if momentum_form == "lr_inside" else {})
-    for dtype, rtol in bounds.items():
-        params = parameters(device, dtype, [*SHAPES[device], (3, 3), (70,)][-6:])
-        others = clones_of(params)
-        optimizers = []
-        for own, path in ((params, KERNELS), (others, LOOP)):
-            groups = [{"params": [param], **more} for param, more in zip(own, options, strict=True)]
-            rule = {"momentum_form": momentum_form, "denominator": denominator}
-            optimizers.append(LARS(groups, lr=4.0, weight_decay=0.01, **rule, **path))
-        schedules = [WarmupPolynomialDecay(optimizer, total_steps=5, warmup_steps=2) for optimizer in optimizers]
-        for step in range(4):
-            give_grads(params, others, step, dtype=dtype)
-            for one in (*optimizers, *schedules):
-                one.step()
-        assert_close(params, others, rtol)
+    for dtype, bound in bounds.items():
+        for more in options:
+            both = beside(device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **more)
+            assert both.steps(3).distance() <= bound, more
 
 
 @on_devices
@@ -135,117 +110,59 @@ def test_fifty_steps_of_the_kernels_are_the_familys_rule(device, family):
 
 
 @on_devices
-@pytest.mark.parametrize(
-    ("grad_dtype", "copy_dtype", "denominator"),
-    [
-        (torch.float16, torch.float16, "sum"),
-        (torch.float16, torch.float16, "joint"),
-        (torch.bfloat16, torch.bfloat16, "sum"),
-        (torch.float32, torch.float16, "sum"),
-    ],
-)
-def test_scaled_gradients_move_masters_and_copies(device, grad_dtype, copy_dtype, denominator):
-    """In the third step an edit of a master: the norm carried from the second would be wrong."""
-    params = parameters(device)
-    others = clones_of(params)
-    ours, theirs = (
-        LARS(groups_of(own), lr=4.0, weight_decay=0.01, nesterov=True, denominator=denominator, **path)
-        for own, path in ((params, KERNELS), (others, LOOP))
-    )
-    ours.copies = {param: param.detach().to(copy_dtype) for param in params}
-    for step in range(4):
-        give_grads(params, others, step, 1024.0, grad_dtype)
-        ours.grad_scale = torch.tensor(1024.0, device=device)
-        if step == 2:
-            with torch.no_grad():
-                params[0].mul_(0.5)
-                others[0].mul_(0.5)
-        ours.step()
-        theirs.step()
-        assert ours.last_found_inf.item() == 0
-        for param in params:
-            assert torch.equal(ours.copies[param], rounded(param, copy_dtype))
-    assert_close(params, others, 2e-6)
+@pytest.mark.parametrize("denominator", ["sum", "joint"])
+@pytest.mark.parametrize("half", [torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])], ids=str)
+def test_scaled_gradients_move_masters_and_copies(device, half, denominator):
+    """After an edit of a master the norm carried from the last step would be wrong.
+
+    The interpreter cuts off the second half of a float32 to make a bfloat16.
+    """
+    assert written(beside(device, half=half, nesterov=True, denominator=denominator)) <= 2e-6
 
 
 @on_devices
+@pytest.mark.parametrize("denominator", ["sum", "joint"])
 @pytest.mark.parametrize(("bad", "given"), [(torch.inf, False), (-torch.inf, True), (torch.nan, False)])
-def test_an_overflow_leaves_every_bit(device, bad, given):
-    """And the step after it is that of a copy that never saw it; tensors of two groups share the flag."""
-    ends = []
-    for spoilt in (True, False):
-        params = parameters(device)
-        groups = [{"params": params[:3]}, {"params": params[3:], "momentum": 0.0, "denominator": "joint"}]
-        optimizer = LARS(groups, lr=4.0, weight_decay=0.01, fused=True)
-        with torch.no_grad():
-            params[0].view(-1)[0] = -0.0
-        optimizer.copies = {param: param.detach().half() for param in params}
-        for step in (1, 2, 3):
-            if step == 2 and not spoilt:
-                continue
-            give_grads(params, clones_of(params), step, 1024.0, torch.float16)
-            optimizer.grad_scale = torch.tensor(1024.0, device=device)
-            optimizer.found_inf = torch.tensor(float(step == 2), device=device) if given else None
-            before = copy.deepcopy([params, list(optimizer.copies.values()), optimizer.state_dict()["state"]])
-            if step == 2:
-                params[0].grad.view(-1)[-1] = bad
-            optimizer.step()
-            assert optimizer.last_found_inf.item() == (step == 2)
-            if step == 2:
-                after = [params, list(optimizer.copies.values()), optimizer.state_dict()["state"]]
-                for old, new in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True):
-                    bits = torch.int32 if old.dtype is torch.float32 else torch.int16
-                    assert torch.equal(old.detach().view(bits), new.detach().view(bits))
-                for key, entry in before[2].items():
-                    assert torch.equal(entry["momentum_buffer"], after[2][key]["momentum_buffer"])
-        ends.append(params)
-    for one, other in zip(*ends, strict=True):
-        assert torch.equal(one, other)
-
-
-@on_devices
-def test_a_half_gradient_with_a_norm_past_65504_moves_its_layer(device):
-    (weight,) = parameters(device, shapes=[(100,)])
-    before, version = weight.detach().clone(), weight._version
-    weight.grad = torch.full_like(weight, 60000.0, dtype=torch.float16)
-    LARS([weight], lr=2.0, trust_coefficient=0.01, fused=True).step()
-    assert weight._version > version  # autograd must know
-    assert ((weight - before).norm() / before.norm()).item() == pytest.approx(0.02, rel=1e-5)
+def test_an_overflow_leaves_every_bit(device, bad, given, denominator):
+    found, is_untouched, far = overflow(
+        beside(device, half=torch.float16, denominator=denominator), (0, -1), given, bad
+    )
+    assert (found, is_untouched) == ([0.0, 1.0, 0.0], True)
+    assert far <= 2e-6
 
 
 @on_devices
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denominator):
+    """And a half gradient whose norm is past 65504."""
     for clip, lr in ((None, 0.5), (1.0, 0.0), (1.0, torch.tensor(0.5))):
-        params = parameters(device, shapes=[(7,), (7,), (7,), (0,)])
+        params = parameters(device, shapes=[(7,), (7,), (100,), (0,)])
         with torch.no_grad():
             params[0].zero_()
         others = clones_of(params)
         give_grads(params, others, 1)
         params[1].grad.zero_()
         others[1].grad.zero_()
+        params[2].grad = torch.full_like(params[2], 60000.0, dtype=torch.float16)
+        others[2].grad = torch.full_like(others[2], 60000.0)
         options = {"weight_decay": 0.1, "denominator": denominator, "trust_clip": clip}
+        version = params[2]._version
         LARS(params, lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr, **options, fused=True).step()
+        assert params[2]._version > version  # autograd must know
         LARS(others, lr=float(lr), **options).step()
-        assert_close(params, others, 1e-6)
+        assert distance(params, others) <= 1e-6
 
 
 @on_devices
 def test_state_goes_from_path_to_path(device):
-    params = parameters(device)
-    others, state = clones_of(params), None
-    loop = LARS(groups_of(others), lr=4.0, weight_decay=0.01, foreach=False)
-    for first, path in enumerate([KERNELS, {"foreach": True}, KERNELS]):
-        optimizer = LARS(groups_of(params), lr=4.0, weight_decay=0.01, **path)
-        if state is not None:
-            flags = [{**group, "fused": None, "foreach": None, **path} for group in state["param_groups"]]
-            optimizer.load_state_dict({"state": state["state"], "param_groups": flags})
-        for step in (2 * first, 2 * first + 1):
-            give_grads(params, others, step)
-            optimizer.step()
-            loop.step()
-        state = copy.deepcopy(optimizer.state_dict())
-    assert_close(params, others, 2e-6)
+    both = beside(device).steps(2)
+    for place, path in enumerate([{"foreach": True}, KERNELS], 1):
+        state = both.optimizer.state_dict()
+        flags = [{**group, "fused": None, "foreach": None, **path} for group in state["param_groups"]]
+        both.optimizer = LARS(groups_of(both.own), lr=4.0, weight_decay=0.01, **path)
+        both.optimizer.load_state_dict(copy.deepcopy({"state": state["state"], "param_groups": flags}))
+        both.steps(2, first=1 + 2 * place)
+    assert both.distance() <= 2e-6
 
 
 @on_devices
@@ -273,7 +190,7 @@ def test_layouts_missing_gradients_and_moved_memory(device):
             params[1].data = params[1].data.clone()
         ours.step()
         theirs.step()
-    assert_close(params, others, 1e-6)
+    assert distance(params, others) <= 1e-6
 
 
 @on_devices
@@ -290,8 +207,7 @@ def test_a_gradient_off_alignment_is_stepped_as_any_other(device):
             give_grads(params, clones_of(params), step, 1024.0, torch.float16)
             for param in params:
                 grad = param.grad
-                packed = torch.cat([grad.new_zeros(offset), grad.view(-1)])
-                param.grad = packed[offset:].view_as(grad)
+                param.grad = torch.cat([grad.new_zeros(offset), grad.view(-1)])[offset:].view_as(grad)
             optimizer.grad_scale = torch.tensor(1024.0, device=device)
             optimizer.step()
         ends.append(params)
@@ -319,44 +235,32 @@ def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(device, monkeypatch
     assert BLOCK % 4096 == 0  # their chunk
     whole, small = 2 * BLOCK + 300, 5
     grads = [normals(numel, seed=9 + numel, dtype=torch.float32).to(device) for numel in (whole, small)]
-    steps = [(torch.float16, 64.0, None), (torch.float16, 64.0, BLOCK + 3), (torch.float16, 64.0, None)]
 
     def run(begin, end, add_up_):
         params = parameters(device, shapes=[(whole,), (small,)])
-        if add_up_ is not None:
-            params[0] = nn.Parameter(params[0].detach()[begin:end].clone())
-            params[0].grad_dtype = None
+        params[0] = nn.Parameter(params[0].detach()[begin:end].clone())
+        params[0].grad_dtype = None
         optimizer = LARS(params, lr=2.0, weight_decay=0.1, denominator="joint", fused=True)
         optimizer.copies = {param: param.detach().half() for param in params}
         if add_up_ is not None:
             optimizer.parts, optimizer.add_up_ = {params[0]: Part(numel=whole, begin=begin, end=end)}, add_up_
         found = []
-        for dtype, scale, spoilt in steps:
-            scaled = [(scale * grad).to(dtype) for grad in grads]
-            if spoilt is not None:
-                scaled[0][spoilt] = torch.inf
+        for is_spoilt in (False, True, False):
+            scaled = [(64.0 * grad).half() for grad in grads]
+            if is_spoilt:
+                scaled[0][BLOCK + 3] = torch.inf
             params[0].grad, params[1].grad = scaled[0][begin:end], scaled[1]
-            optimizer.grad_scale = torch.tensor(scale, device=device)
+            optimizer.grad_scale = torch.tensor(64.0, device=device)
             optimizer.step()
             found.append(optimizer.last_found_inf.item())
-        return [
-            *params,
-            *optimizer.copies.values(),
-            *(v for one in optimizer.state.values() for v in one.values()),
-        ], found
+        assert found == [0.0, 1.0, 0.0]
+        return [*params, *optimizer.copies.values(), *(v for one in optimizer.state.values() for v in one.values())]
 
-    expected, found = run(0, whole, None)
-    assert found == [0.0, 1.0, 0.0]
     spans = [(0, BLOCK), (BLOCK, whole)]
     ranks = on_threads(2, lambda rank, add_up_: run(*spans[rank], add_up_))
-    (first, found_first), (second, found_second) = ranks
-    assert found_first == found_second == found
-    for index, (one, other, of_all) in enumerate(zip(first, second, expected, strict=True)):
-        if one.numel() != other.numel():
-            assert torch.equal(torch.cat([one, other]), of_all), index
-        else:
-            assert torch.equal(one, of_all)
-            assert torch.equal(other, of_all), index
+    for one, other, of_all in zip(*ranks, run(0, whole, None), strict=True):
+        for found in [torch.cat([one, other])] if one.numel() != other.numel() else [one, other]:
+            assert torch.equal(found, of_all)
 
 
 @on_devices
@@ -411,6 +315,4 @@ def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device):
             half.grad = whole.grad.chunk(2)[0].clone().to(device)
         for optimizer in (ours, theirs):
             optimizer.step()
-    assert_close(
-        [half for half in halves if half.numel()], [whole.chunk(2)[0] for whole in wholes if whole.numel()], 2e-6
-    )
+    assert distance(halves, [whole.chunk(2)[0] for whole in wholes]) <= 2e-6

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from lightning_hybrid.callbacks import metrics as m
 from recipes.training.callbacks import progress_bar as progress
 from recipes.training.callbacks.progress_bar import progress_bar
 from tests.callbacks.support import TWO_STEPS, Module, counting, fit
@@ -64,15 +61,3 @@ def test_the_bar_is_richs_where_there_is_rich(monkeypatch):
     assert kinds[-1] is progress._PlainBar
     assert kinds[:-1] in ([progress._RichBar], [])
     assert progress_bar(is_enabled=False) is None
-
-
-def test_what_was_not_measured_is_not_shown():
-    assert progress.labelled({m.TRAIN_LOSS: torch.tensor(2.0), "other": 1.0}) == {"loss": "2"}
-
-
-@pytest.mark.parametrize(("max_epochs", "text"), [(-1, "Epoch 3"), (30, "Epoch 3/29"), (None, "Epoch 3")])
-def test_epochs_without_a_limit_have_no_last_one(max_epochs, text):
-    pytest.importorskip("rich")
-    bar = progress._RichBar()
-    bar._trainer = SimpleNamespace(max_epochs=max_epochs)
-    assert bar._get_train_description(3).strip() == text

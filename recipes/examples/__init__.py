@@ -1,0 +1,1 @@
+"""Complete programs to copy; the notebook is read in its folder."""

@@ -1,0 +1,199 @@
+"""Bytes that options send, counted by the kernel: shared updates, cut layers, pipelines, steps between averages."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import Comm, LocalSteps, Mean
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.contrastive import InfoNCE, SigLIP
+from lightning_hybrid.pipeline.rank_layout import PipelineRanks
+from lightning_hybrid.pipeline.shapes import boundary_of
+from lightning_hybrid.strategy.node_slices.sliced_fit import cut_
+from tests.netlab.cluster import Cluster
+from tests.netlab.test_bytes import NUM_BYTES, TOLERANCE, counted, engine_of, sent
+from tests.pipeline.schedule_step import step_over
+from tests.scenes import at, fit
+
+pytestmark = pytest.mark.long
+
+
+def counted_again(step):
+    """What this host sends over its loopback in a second step: the first opens connections."""
+    step()
+    return counted(step)[1]
+
+
+# ---- the update shared within a node ---------------------------------------------------------------------------------
+
+
+def sent_for_updates():
+    """What a host sends for gradients by `two_level`, and for gradients and weights where the update is shared."""
+    engine = engine_of(CommPlan(algorithm="two_level"), shares_update=True)
+    gradients, weights = (torch.ones(NUM_BYTES // 2, dtype=torch.float16) for _ in range(2))
+
+    def whole():
+        engine.submit(gradients, bucket_index=0).wait()
+
+    def shared():
+        engine.submit(gradients, bucket_index=1, keeps_shard=True).wait()
+        engine.submit(weights, bucket_index=0, exchange="node_gather").wait()
+
+    whole(), shared()  # the first time ranks compare what they submit
+    found = counted(whole), counted(shared)
+    engine.close()
+    return found
+
+
+def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip):
+    with Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=2000) as cluster:
+        for whole, shared in cluster.call(sent_for_updates, timeout_s=180):
+            assert shared == pytest.approx(whole, rel=TOLERANCE)  # between nodes, and inside
+
+
+# ---- layers cut over the ranks of a node -----------------------------------------------------------------------------
+
+# fc6, fc7 and fc8 of AlexNet at a quarter of their features, fp16, a quarter of 64 images on each of eight ranks: all
+# bytes are those of the whole network, divided by 16.
+NUM_SLICES, NUM_IMAGES, NUM_INPUTS, NUM_FEATURES, NUM_CLASSES = 8, 16, 2304, 1024, 256
+
+
+def sent_by_slices():
+    """By the pair; by pair and head; and by the sum of the gradients of whole layers."""
+    torch.manual_seed(0)
+    layers = [(NUM_INPUTS, NUM_FEATURES), (NUM_FEATURES, NUM_FEATURES), (NUM_FEATURES, NUM_CLASSES)]
+    net = nn.Sequential(*(nn.Linear(*sizes) for sizes in layers)).half()
+    gradients = torch.cat([one.detach().flatten() for one in net.parameters()])
+    fc6, fc7, fc8 = cut_(net, [("0", "1"), ("2",)], dist.group.WORLD)
+    images = torch.randn(NUM_IMAGES, NUM_INPUTS).half().requires_grad_()
+    return [
+        counted_again(lambda: fc7(fc6(images).relu()).sum().backward()),
+        counted_again(lambda: fc8(fc7(fc6(images).relu())).sum().backward()),
+        counted_again(lambda: dist.all_reduce(gradients)),
+    ]
+
+
+def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
+    """2 (g - 1) b (n_in + n_out) elements from each rank; whole layers would send 2 (g - 1) / g of all weights."""
+    with Cluster(num_hosts=1, ranks_per_host=NUM_SLICES, mbit_per_s=1000) as cluster:
+        found = cluster.call(sent_by_slices, timeout_s=300)
+    pair, cut, whole = (max(of_ranks) for of_ranks in zip(*found, strict=True))
+    rows = NUM_SLICES * 2 * (NUM_SLICES - 1) * NUM_IMAGES * 2
+    claims = rows * (NUM_INPUTS + NUM_FEATURES), rows * (NUM_INPUTS + 2 * NUM_FEATURES + NUM_CLASSES // NUM_SLICES)
+    for one, claim in zip((pair, cut), claims, strict=True):
+        assert claim <= one <= claim * (1 + TOLERANCE) + 2**19  # barriers and counts of images of eight ranks
+    whole_fc8 = NUM_SLICES * 2 * (NUM_SLICES - 1) / NUM_SLICES * NUM_FEATURES * NUM_CLASSES * 2
+    assert whole / (pair + whole_fc8) == pytest.approx(5.4, rel=0.05)
+    assert whole / cut == pytest.approx(6.5, rel=0.05)
+
+
+# ---- a pipeline: of each cut one tensor there and its gradient back --------------------------------------------------
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+SHAPE = (4, 128, 28, 28)  # 4 images behind the second stage of ResNet-50, channels-last in fp16
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float16))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def sent_by_schedules():
+    given, found = boundary_of(torch.empty(SHAPE).half().to(memory_format=torch.channels_last)), {}
+    for schedule, parts in STAGES_PER_RANK.items():
+        ranks = PipelineRanks(rank=dist.get_rank(), world_size=NUM_RANKS, num_ranks=NUM_RANKS, stages_per_rank=parts)
+        blocks, cut = {stage: Scales() for stage in ranks.stages}, {"num_stages": ranks.num_stages}
+        with step_over(schedule, blocks, given, **cut, num_microbatches=NUM_MICROBATCHES) as step:
+            found[schedule] = counted_again(step)
+    return found
+
+
+def test_a_step_sends_each_cuts_tensor_and_its_gradient_once_for_each_micro_batch(cluster_or_skip):
+    """2 M (v S - 1) tensors: interleaved stages, two on each rank, send (2 S - 1) / (S - 1) times as much."""
+    with Cluster(num_hosts=1, ranks_per_host=NUM_RANKS, mbit_per_s=1000) as cluster:
+        of_ranks = cluster.call(sent_by_schedules, timeout_s=300)
+    for schedule, parts in STAGES_PER_RANK.items():
+        claim = 2 * NUM_MICROBATCHES * (parts * NUM_RANKS - 1) * math.prod(SHAPE) * 2
+        found = max(each[schedule] for each in of_ranks)
+        assert claim <= found <= claim * (1 + TOLERANCE) + 2**16  # barriers and the watchdog's words
+
+
+# ---- losses over the pairs of all ranks ------------------------------------------------------------------------------
+
+PAIRS, FEATURES = 4096, 128
+FORMULAS = {"InfoNCE": 16 * FEATURES + 8, "SigLIP": 12 * FEATURES}  # times N (W - 1) / W, by each rank
+
+
+def sent_by_losses():
+    found = {}
+    for name, loss in (("InfoNCE", InfoNCE()), ("SigLIP", SigLIP())):
+        views = [torch.randn(PAIRS // NUM_RANKS, FEATURES, requires_grad=True) for _ in range(2)]
+        found[name] = counted_again(lambda loss=loss, views=views: loss(*views).backward())
+    return found
+
+
+def test_losses_send_what_their_formulas_say(cluster_or_skip):
+    with Cluster(num_hosts=1, ranks_per_host=NUM_RANKS, mbit_per_s=1000) as cluster:
+        of_ranks = cluster.call(sent_by_losses, timeout_s=300)
+    for name, formula in FORMULAS.items():
+        claim = (NUM_RANKS - 1) * PAIRS * formula  # of all ranks: they share a host
+        assert claim <= max(each[name] for each in of_ranks) <= claim * (1 + TOLERANCE) + 2**16
+
+
+# ---- steps between averages: two sums of weights in H steps, in fp32 or through a codec ------------------------------
+
+HOSTS, RANKS_PER_HOST, WIDTH, NUM_STEPS = 4, 2, 2048, 16
+# What a node sends of a byte that is summed over nodes, and of words on state and signals, all steps together.
+SENT, WORDS = 2 * (HOSTS - 1) / HOSTS, 100_000
+
+
+class OneLayer(pl.LightningModule):
+    """As many weights as gradients weigh something, and momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def sent_by_fits():
+    """Between hosts, from the first step to the last."""
+    found = []
+    train = DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, WIDTH), batch_size=1)
+    # In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
+    comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22), tune="off")
+    looks = at(
+        on_train_start=lambda *_: sent()[0],
+        on_train_batch_end=lambda trainer, *_: sent()[0] if trainer.global_step == NUM_STEPS else None,
+    )
+    options = {"comm": comm, "precision": "16-true", "max_steps": NUM_STEPS, "callbacks": looks}
+    for between_nodes in (Mean(), *(LocalSteps(every=8, dtype=dtype) for dtype in (None, "int8", "int4"))):
+        seen = fit(None, OneLayer, train=train, between_nodes=between_nodes, **options)
+        found.append(seen.looks["on_train_batch_end"][0] - seen.looks["on_train_start"][0])
+    return found
+
+
+def test_nodes_send_weights_and_momentum_once_in_eight_steps(cluster_or_skip):
+    """In 8 bits an eighth of what fp16 gradients are in every step."""
+    with Cluster(num_hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, mbit_per_s=2000) as cluster:
+        for of_host in cluster.call(sent_by_fits, timeout_s=300):
+            expected = [2 * NUM_STEPS, *(2 * one * NUM_STEPS / 8 for one in (4, 258 / 256, 130 / 256))]  # an element
+            assert of_host == pytest.approx([WORDS + SENT * WIDTH**2 * one for one in expected], rel=TOLERANCE)
+            assert of_host[2] / of_host[0] == pytest.approx(1 / 8, rel=TOLERANCE)
