@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class SimCLR(Classifier):
         hidden = (nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.ReLU())
         self.projector = nn.Sequential(*hidden, nn.Linear(width, features))
         self.global_batch = GlobalBatch(InfoNCE(temperature, both_views=True), chunk=chunk)
-        self.view = {"least_area": least_area, "jitter": jitter, "flip": flip}
+        self.view = partial(random_view, least_area=least_area, jitter=jitter, flip=flip)
         self.num_neighbours, self.max_probe_images = num_neighbours, max_probe_images
         self.num_classes: int = options["num_classes"]
         self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
@@ -79,7 +80,7 @@ class SimCLR(Classifier):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of all ranks' images."""
         images, _ = batch
-        loss: Tensor = self.global_batch(self.embed, tuple(random_view(images, **self.view) for _ in range(2)))
+        loss: Tensor = self.global_batch(self.embed, tuple(self.view(images) for _ in range(2)))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -174,8 +175,8 @@ def linear_probe(bank: Tensor, labels: Tensor, num_classes: int, *, decay: float
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = F.cross_entropy(layer(x), labels) + decay * layer.weight.square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
     return nn.Sequential(scale, layer).eval()

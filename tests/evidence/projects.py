@@ -1,4 +1,4 @@
-"""Tables beside other people's projects, in an environment with the extra `projects`.
+"""Tables of other people's projects, in an environment with the extra `projects`.
 
 python -m tests.evidence.projects methods rows.csv     lightly's eight methods, on two ranks
 python -m tests.evidence.projects updates rows.csv     its LARS and ours on the tensors of ResNet-50
@@ -13,9 +13,10 @@ from time import process_time
 from typing import Any
 
 import torch
+from lightly.utils.lars import LARS as TheirLARS
 
 from lightning_hybrid.optim import LARS
-from tests.projects.methods import METHODS, TheirLARS, distance, runs_of, trained
+from tests.projects.methods import METHODS, distance, runs_of, trained
 from tests.rank_pool import RankPool
 from tests.scenes import Seen, same
 

@@ -16,13 +16,11 @@ import torch
 from lightly import loss as losses
 from lightly.models.modules import heads
 from lightly.models.utils import deactivate_requires_grad, update_momentum
-from lightly.utils.lars import LARS as TheirLARS
 from lightly.utils.scheduler import cosine_schedule
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.optim import LARS
 from tests.rank_pool import Ranks
 from tests.scenes import Seen, at, fit
 
@@ -45,13 +43,14 @@ def loader(num_small: int = 0) -> DataLoader:
 class Method(pl.LightningModule):
     """A method. `shaken`: weights changed by 1e-3 of each, in the way of this seed; 0: not."""
 
+    make_head: Any
+    make_loss: Any
     num_small_views = 0
     casts = False  # what goes into the loss to fp32: its arithmetic overflows in fp16
 
-    def __init__(self, shaken: int = 0, lars: str = "") -> None:
+    def __init__(self, shaken: int = 0) -> None:
         super().__init__()
         self.losses: list[float] = []
-        self.lars = lars
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.backbone = nn.Sequential(
@@ -63,6 +62,9 @@ class Method(pl.LightningModule):
             torch.manual_seed(shaken)
             for each in self.parameters():
                 each.data *= 1 + (1e-3 if shaken else 0.0) * torch.randn_like(each)
+
+    def build(self) -> None:
+        self.head, self.criterion = self.make_head(), self.make_loss()
 
     def forward(self, x: Tensor) -> Any:
         z = self.head(self.backbone(x))
@@ -77,12 +79,6 @@ class Method(pl.LightningModule):
         return self.criterion(*map(self, views))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        common = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-6}
-        match self.lars:
-            case "lightly's":
-                return TheirLARS(self.parameters(), **common)
-            case "ours":
-                return LARS(self.parameters(), momentum_form="lr_outside", eps=1e-8, **common)
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
     def follows(self, *names: str, **parts: nn.Module) -> None:
@@ -102,30 +98,28 @@ class Method(pl.LightningModule):
 
 
 class SimCLR(Method):
-    def build(self) -> None:
-        self.head = heads.SimCLRProjectionHead(WIDTH, WIDTH, 16)
-        self.criterion = losses.NTXentLoss(gather_distributed=True)
+    make_head = partial(heads.SimCLRProjectionHead, WIDTH, WIDTH, 16)
+    make_loss = partial(losses.NTXentLoss, gather_distributed=True)
 
 
 class BarlowTwins(Method):
-    def build(self) -> None:
-        self.head = heads.BarlowTwinsProjectionHead(WIDTH, 64, 64)
-        self.criterion = losses.BarlowTwinsLoss(gather_distributed=True)
+    make_head = partial(heads.BarlowTwinsProjectionHead, WIDTH, 64, 64)
+    make_loss = partial(losses.BarlowTwinsLoss, gather_distributed=True)
 
 
 class VICReg(Method):
+    make_head = BarlowTwins.make_head
+    make_loss = partial(losses.VICRegLoss, gather_distributed=True)
     casts = True  # 25 times the variance's gradient, times the loss scale
-
-    def build(self) -> None:
-        self.head = heads.BarlowTwinsProjectionHead(WIDTH, 64, 64)
-        self.criterion = losses.VICRegLoss(gather_distributed=True)
 
 
 class MoCo(Method):
+    make_head = partial(heads.MoCoProjectionHead, WIDTH, WIDTH, 16)
+    make_loss = partial(losses.NTXentLoss, memory_bank_size=(256, 16))
+
     def build(self) -> None:
-        self.head = heads.MoCoProjectionHead(WIDTH, WIDTH, 16)
+        super().build()
         self.follows("backbone", "head")
-        self.criterion = losses.NTXentLoss(memory_bank_size=(256, 16))
 
     def loss(self, views: list[Tensor]) -> Tensor:
         self.follow()
@@ -133,11 +127,13 @@ class MoCo(Method):
 
 
 class BYOL(Method):
+    make_head = partial(heads.BYOLProjectionHead, WIDTH, 64, 16)
+    make_loss = losses.NegativeCosineSimilarity
+
     def build(self) -> None:
-        self.head = heads.BYOLProjectionHead(WIDTH, 64, 16)
+        super().build()
         self.predictor = heads.BYOLPredictionHead(16, 64, 16)
         self.follows("backbone", "head")
-        self.criterion = losses.NegativeCosineSimilarity()
 
     def loss(self, views: list[Tensor]) -> Tensor:
         self.follow()
@@ -147,10 +143,12 @@ class BYOL(Method):
 
 
 class SimSiam(Method):
+    make_head = partial(heads.SimSiamProjectionHead, WIDTH, 64, 32)
+    make_loss = losses.NegativeCosineSimilarity
+
     def build(self) -> None:
-        self.head = heads.SimSiamProjectionHead(WIDTH, 64, 32)
+        super().build()
         self.predictor = heads.SimSiamPredictionHead(32, 16, 32)
-        self.criterion = losses.NegativeCosineSimilarity()
 
     def loss(self, views: list[Tensor]) -> Tensor:
         z0, z1 = map(self, views)
@@ -159,11 +157,12 @@ class SimSiam(Method):
 
 class DINO(Method):
     num_small_views = 2
+    make_head = partial(heads.DINOProjectionHead, WIDTH, 64, 16, 128, freeze_last_layer=1)
+    make_loss = partial(losses.DINOLoss, output_dim=128, warmup_teacher_temp_epochs=5)
 
     def build(self) -> None:
-        self.head = heads.DINOProjectionHead(WIDTH, 64, 16, 128, freeze_last_layer=1)
+        super().build()
         self.follows("backbone", head=heads.DINOProjectionHead(WIDTH, 64, 16, 128))  # weight_norm refuses a copy
-        self.criterion = losses.DINOLoss(output_dim=128, warmup_teacher_temp_epochs=5)
 
     def loss(self, views: list[Tensor]) -> Tensor:
         self.follow()
@@ -179,11 +178,12 @@ class DINO(Method):
 class SwAV(Method):
     num_small_views = 2
     casts = True  # exp(1 / 0.05)
+    make_head = partial(heads.SwaVProjectionHead, WIDTH, 64, 16)
+    make_loss = partial(losses.SwaVLoss, sinkhorn_gather_distributed=True)
 
     def build(self) -> None:
-        self.head = heads.SwaVProjectionHead(WIDTH, 64, 16)
+        super().build()
         self.prototypes = heads.SwaVPrototypes(16, n_prototypes=32)
-        self.criterion = losses.SwaVLoss(sinkhorn_gather_distributed=True)
 
     def loss(self, views: list[Tensor]) -> Tensor:
         self.prototypes.normalize()
@@ -196,12 +196,12 @@ class SwAV(Method):
 METHODS = {kind.__name__: kind for kind in (SimCLR, BYOL, BarlowTwins, VICReg, DINO, MoCo, SwAV, SimSiam)}
 
 
-def trained(ranks: Ranks, name: str, *, shaken: int = 0, lars: str = "", **scene: Any) -> Seen:
+def trained(ranks: Ranks, name: str, *, shaken: int = 0, **scene: Any) -> Seen:
     """What a method has learnt in 24 steps on both ranks, on one; `looks` has the processor time."""
     kind = METHODS[name]
     clock = at(on_train_start=process_seconds, on_train_end=process_seconds)
     options = {"max_epochs": 2, "callbacks": [clock], "timeout_s": 300.0, **scene}
-    seen, other = fit(ranks, partial(kind, shaken, lars), train=partial(loader, kind.num_small_views), **options)
+    seen, other = fit(ranks, partial(kind, shaken), train=partial(loader, kind.num_small_views), **options)
     assert all(torch.equal(value, other.parameters[key]) for key, value in seen.parameters.items() if "bank" not in key)
     return seen
 
