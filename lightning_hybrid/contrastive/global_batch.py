@@ -37,12 +37,13 @@ class GlobalBatch(nn.Module):
     Source: Gao et al. 2021 (arXiv:2101.06983).
     """
 
+    couples_the_batch: bool = False  # nor does its loss: the batches of a step are one
+
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
         if chunk < 1:
             raise ValueError(f"`chunk` (={chunk}) must be at least 1: pairs that pass through the network at a time.")
         self.loss, self.chunk = loss, chunk
-        vars(self.loss)["couples_the_batch"] = False  # the batches of one step are one: nothing is lost
 
     def forward(self, embed: Callable[[Any], Any], batch: Any) -> Tensor:
         """Return the loss of the batch.

@@ -61,15 +61,32 @@ def goes_on_in_epoch(trainer: pl.Trainer) -> bool:
     return goes_on
 
 
-def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> int:
+def place_to_go_on_from(trainer: pl.Trainer, *, accumulate_grad_batches_before: int) -> tuple[int, int]:
+    """Return the epoch and its batches done to which the other functions are going to set the counters.
+
+    Lightning asks a loader without a length for its first batch before `FitLoop.reset`.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    num_done, is_done = _num_done(batches), _is_epoch_done(batches)
+    if epochs.started == epochs.processed:
+        return epochs.processed, 0
+    if is_done and batches["current"]["processed"] > batches["current"]["completed"]:  # saved by a hook at its end
+        return epochs.processed + 1, 0
+    return epochs.processed, num_done if is_done else num_done - num_done % accumulate_grad_batches_before
+
+
+def rewind_to_whole_steps(
+    trainer: pl.Trainer, *, accumulate_grad_batches_before: int, is_same_batch: bool = False
+) -> int:
     """Mend the counters of batches in the epoch that goes on; return how many of its batches are done.
 
     Batches of a step that was not made are read again: a checkpoint has no gradients. With another accumulation
 
         batches = steps done * accumulate_grad_batches
 
-    as Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved. The
-    total over all epochs stays what it is: batches that ran.
+    as Lightning 2.6 ends an epoch and an accumulation by these counters, and restores them as they were saved; unless
+    `is_same_batch`: batches are as large as before. The total over all epochs stays what it is: batches that ran.
     """
     fit: Any = trainer.fit_loop
     loop = fit.epoch_loop
@@ -81,7 +98,7 @@ def rewind_to_whole_steps(trainer: pl.Trainer, *, accumulate_grad_batches_before
         _set(batches.current, num_done)
         batches.is_last_batch = False
         loop.update_restart_stage()
-    shift = num_steps * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
+    shift = 0 if is_same_batch else num_steps * (trainer.accumulate_grad_batches - accumulate_grad_batches_before)
     # All move by the same number: their differences tell Lightning in which hook the checkpoint was written.
     for name in _COUNTS:
         setattr(batches.current, name, getattr(batches.current, name) + shift)

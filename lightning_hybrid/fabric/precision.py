@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -157,3 +158,15 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
 def _is_averaged(parameter: Tensor) -> bool:
     return True
+
+
+def averages_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+    """Return whether a gradient is averaged now."""
+    # DDP's own flag: False under `no_backward_sync`.
+    wrapper = wrapper_of.get(id(parameter))
+    return wrapper is None or wrapper.require_backward_grad_sync
+
+
+def has_optimizer(state: dict[str, Any]) -> bool:
+    """Return whether a state holds an optimizer."""
+    return any(isinstance(value, Optimizer) for value in state.values())

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
-from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
+from lightning_hybrid.fabric.precision import FabricMasterWeightMixin, averages_now, has_optimizer
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_slices, with_masters
-from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
+from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged, with_masters
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.exact_resume.training_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
@@ -55,6 +56,7 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
         comm: how sums are carried out: `Comm(...)`; a planner chooses a plan for each module.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
+        exact_resume: whether loaders in a state resume in mid-epoch with the images that were left: see data/README.md.
         timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
@@ -79,6 +81,7 @@ class FabricHybridAllReduce(_Base):
         ranks_per_node: int | None = None,
         comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
+        exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -106,6 +109,7 @@ class FabricHybridAllReduce(_Base):
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
         )
+        self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
         self._wrapper_of: dict[int, DistributedDataParallel] = {}  # by `id` of a parameter that DDP averages
@@ -168,7 +172,7 @@ class FabricHybridAllReduce(_Base):
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(partial(_averages, self._wrapper_of))
+            half.connect_averaging(partial(averages_now, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         refuse_slices(module)
@@ -197,6 +201,10 @@ class FabricHybridAllReduce(_Base):
         if self._half is not None:
             self._half.connect_optimizer(optimizer)
         return optimizer
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader, as one that `save_checkpoint` and `load_checkpoint` take."""
+        return self._loaders.process(super().process_dataloader(dataloader), self.global_rank, self.world_size)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -227,9 +235,9 @@ class FabricHybridAllReduce(_Base):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, with the loss scales next to the state of an optimizer."""
-        half = self._half
-        if half is not None and _has_optimizer(state) and (own := half.state_dict()):
+        """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
+        half, state = self._half, self._loaders.with_states(state, self.global_rank)
+        if half is not None and has_optimizer(state) and (own := half.state_dict()):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -237,7 +245,7 @@ class FabricHybridAllReduce(_Base):
         """Load as DDP, and the loss scales with the state of an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
-        if half is not None and isinstance(state, dict) and _has_optimizer(state):
+        if half is not None and isinstance(state, dict) and has_optimizer(state):
             half.load_state_dict(remainder.pop(_key(half), {}))
         return remainder
 
@@ -293,16 +301,6 @@ class FabricHybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register `hybrid_allreduce` and the variants that `ddp` has."""
         register_names(strategy_registry, cls)
-
-
-def _averages(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
-    # DDP's own flag: False under `no_backward_sync`.
-    wrapper = wrapper_of.get(id(parameter))
-    return wrapper is None or wrapper.require_backward_grad_sync
-
-
-def _has_optimizer(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, Optimizer) for value in state.values())
 
 
 def _key(plugin: FabricMasterWeightMixin) -> str:

@@ -51,8 +51,7 @@ class HybridPipeline(DataRanksMixin):
         waiting part of a step = (num_stages - 1) / (v * num_microbatches + num_stages - 1)         v: stages per rank
 
     It trains what `hybrid_allreduce` trains on the data ranks with `accumulate_grad_batches = num_microbatches`, to the
-    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them. More in this folder's
-    `README.md`.
+    bit. Checkpoints are the same files: any number of stages, and plain `ddp`, can load them.
 
     Args:
         num_stages: ranks of a pipeline; divides the ranks.

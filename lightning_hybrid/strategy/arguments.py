@@ -230,22 +230,6 @@ def turned_on(
     return "; ".join(filter(None, [", ".join(words), dtype]))
 
 
-# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
-COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
-
-
-def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
-    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
-    kinds = [type(one) for one in module.modules() if getattr(one, "couples_the_batch", type(one).__name__ in COUPLED)]
-    if accumulate_grad_batches > 1 and kinds:
-        rank_zero_warn(
-            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
-            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
-            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
-            "no accumulation."
-        )
-
-
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     """Return the plan that carries Adasum: node leaders combine uncut buckets; None, with a warning, on one node.
 
@@ -288,3 +272,21 @@ def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | Los
     if not any(isinstance(plugin, lightning_types(name)) for name in plain):
         return plugin
     return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)
+
+
+def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
+    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                names = {id(p): name for name, p in module.named_parameters()}
+                raise RuntimeError(
+                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
+                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
+                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
+                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
+                )

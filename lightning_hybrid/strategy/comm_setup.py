@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -280,21 +280,3 @@ def trained_parameters(module: nn.Module) -> tuple[set[int], set[str]]:
         if parameter.requires_grad or name in ignored
     }
     return averaged, ignored
-
-
-def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
-    """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
-
-    Raises:
-        RuntimeError: names the parameter.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in averaged:
-                names = {id(p): name for name, p in module.named_parameters()}
-                raise RuntimeError(
-                    f"Parameter `{names.get(id(parameter), '(not in the module)')}` (shape {tuple(parameter.shape)}) "
-                    "is trained but not averaged: DDP takes the trainable parameters when training starts, and this "
-                    "one was added or unfrozen later, so every rank would train its own copy. Keep it trainable from "
-                    "the start (with lr 0 until it is needed), or start a new fit after unfreezing."
-                )

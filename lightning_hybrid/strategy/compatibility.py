@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -238,3 +239,26 @@ def in_optimizers(optimizers: Iterable[Optimizer], *, of: Container[int] | None 
                 shape = tuple(parameter.shape)
                 found["two owners"] = f"A parameter (of shape {shape}) in the optimizers {first} and {place}"
     return found
+
+
+# Of lightly, open_clip and pytorch-metric-learning; those of `contrastive` say it themselves.
+COUPLED = "BarlowTwinsLoss ClipLoss DCLLoss DCLWLoss NTXentLoss SigLipLoss SupConLoss VICRegLoss".split()
+
+
+def warn_of_coupled_batches(module: nn.Module, accumulate_grad_batches: int) -> None:
+    """Warn where gradients of batches are added up whose loss compares the samples of a batch with one another."""
+
+    def kinds_in(one: nn.Module) -> list[type]:
+        couples = getattr(one, "couples_the_batch", None)
+        if couples is False:  # a `GlobalBatch`, whatever loss it has
+            return []
+        own = [type(one)] if couples or type(one).__name__ in COUPLED else []
+        return own + [kind for child in one.children() for kind in kinds_in(child)]
+
+    if accumulate_grad_batches > 1 and (kinds := kinds_in(module)):
+        rank_zero_warn(
+            f"`accumulate_grad_batches` (={accumulate_grad_batches}) adds up gradients of `{kinds[0].__name__}` of one "
+            f"batch each: a sample is compared with those of its own batch, not with the {accumulate_grad_batches} "
+            "times as many of the step. For these take `lightning_hybrid.contrastive.GlobalBatch`, a larger batch and "
+            "no accumulation."
+        )

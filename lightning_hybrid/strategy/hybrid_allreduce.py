@@ -26,11 +26,12 @@ from lightning_hybrid.strategy.arguments import (
     refuse_nothing_to_train,
     refuse_slices,
     refuse_two_precisions,
-    user_moves_batches,
-    warn_of_coupled_batches,
+    refuse_what_is_not_averaged,
     with_masters,
 )
-from lightning_hybrid.strategy.comm_setup import CommSetup, refuse_what_is_not_averaged, trained_parameters
+from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
+from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
+from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
@@ -64,8 +65,8 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
-        timeout: seconds or a `timedelta`, for every collective and for ranks to meet; a peer that died or never came is
-            an error after this.
+        exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
+        timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
         algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
@@ -96,6 +97,7 @@ class HybridAllReduce(_Base):
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
+        exact_resume: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -124,6 +126,7 @@ class HybridAllReduce(_Base):
         between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
+        self._loaders = TrainingLoaders(exact_resume)
         for_ddp = self._comm.take_options(
             ddp_kwargs,
             own=inspect.signature(HybridAllReduce).parameters,
@@ -244,6 +247,7 @@ class HybridAllReduce(_Base):
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)
+            self._loaders.begin(trainer, self.distributed_sampler_kwargs)
         super().setup(trainer)
         if self._failures.engine is not None:
             if self._extensions is not None:
@@ -298,25 +302,13 @@ class HybridAllReduce(_Base):
             self._has_optimizers = False
             return
         super().setup_optimizers(trainer)
-        if trainer.ckpt_path is not None:
-            # `trainer.estimated_stepping_batches` in `configure_optimizers` has built the training loaders before the
-            # checkpoint's state for them was read, and Lightning 2.6 would drop it: let it build them again.
-            trainer.fit_loop._combined_loader = None
+        self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
-        from lightning_hybrid.data.prefetch import prefetch  # here: its package brings loaders of our own
-
-        dataloader = super().process_dataloader(dataloader)
-        if hasattr(dataloader, "bind_trainer"):  # a loader of `data`, which resumes where the trainer's counters are
-            dataloader.bind_trainer(self._module.trainer)
-        if user_moves_batches(self._module):
-            return dataloader
-        # Lightning looks for a DataLoader, which the prefetcher hides.
-        lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(dataloader, self.global_rank)
-        compute_dtype = None if self._masters is None else self._masters.dtype
-        return prefetch(dataloader, self.root_device, compute_dtype)  # type: ignore[arg-type]
+        dtype = None if self._masters is None else self._masters.dtype
+        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -324,6 +316,7 @@ class HybridAllReduce(_Base):
         """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
         super().on_train_start()
         self._failures.sigterm = SigtermOnAnyRank(self._module.trainer)
+        self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
@@ -381,9 +374,16 @@ class HybridAllReduce(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
         refuse_after_failure(self._comm.engine)
+        self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
         if self._extensions is not None:
             self._extensions.save(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load as DDP, and the places of loaders."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        self._loaders.load(checkpoint)
+        return checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, once schedules that wait for a step's outcome have set the learning rate."""

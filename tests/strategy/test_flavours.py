@@ -86,7 +86,7 @@ def test_two_ranks_of_pytorch_lightning_train_half_precision_on_masters(tmp_path
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
     assert not torch.equal(checkpoint["state_dict"]["net.weight"], checkpoint["state_dict"]["net.weight"].half())
     precision = checkpoint["MasterWeightPrecision"]
-    assert precision["loss_scale"]["scale"] == 2.0 ** (16 - precision["num_skipped_steps"])
+    assert (precision["loss_scale"]["scale"] < 2.0**16) is (precision["num_skipped_steps"] > 0)
     assert checkpoint["global_step"] == 4
 
 

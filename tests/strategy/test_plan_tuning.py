@@ -104,6 +104,6 @@ def test_when_a_plan_is_tuned(options, is_tuned):
 
 
 def test_a_named_algorithm_is_the_users_choice_and_is_not_tuned():
-    assert HybridAllReduceStrategy()._tune == "auto"
-    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._tune == "off"
-    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._tune == "on"
+    assert HybridAllReduceStrategy()._comm.tune == "auto"
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat"))._comm.tune == "off"
+    assert HybridAllReduceStrategy(comm=Comm(algorithm="flat", tune="on"))._comm.tune == "on"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.averaging import masters_of
-from lightning_hybrid.strategy.comm_setup import refuse_what_is_not_averaged
+from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import (
     in_callbacks,
     in_module,

@@ -10,7 +10,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
+from tests import toy
 from tests.battery.as_ddp.trainers import state_of
 from tests.battery.case import Plain, Run, behaviour, loader, num_ranks
 
@@ -170,3 +172,19 @@ for _what, _short in (("validate", "val"), ("test", "test"), ("predict", "predic
     behaviour(functools.partial(called, what=_what), name=_what)
     behaviour(functools.partial(called, what=_what, inference_mode=False), name=f"{_what}_without_inference_mode")
     behaviour(functools.partial(called, what=_what, **{f"limit_{_short}_batches": 1}), name=f"{_what}_limited")
+
+
+@behaviour
+def random_numbers_of_transforms(run: Run) -> Any:
+    class Noisy(toy.Blobs):
+        def __getitem__(self, index: int) -> Any:
+            return self.images[index], self.targets[index], torch.rand(1)
+
+    class Draws(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            numbers.append([f"{one:.6f}" for one in batch[2].flatten().tolist()])
+            return super().training_step(batch[:2], batch_idx)
+
+    numbers: list[Any] = []
+    run.fit(Draws(), DataLoader(Noisy(8), batch_size=4), max_epochs=1)
+    return numbers

@@ -169,7 +169,7 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
     setup = CommSetup()
     setup.device, setup.topology = torch.device(device), topology
-    setup.engine_options, setup._dtype_across_nodes = {"shares_update": shares_update}, across_nodes
+    setup.engine_options, setup.dtype_across_nodes = {"shares_update": shares_update}, across_nodes
     setup.note_plan(CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 

@@ -1,0 +1,315 @@
+"""A user's own `DataLoader` resumes with the images that were left and the random numbers of their transforms."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch.utils.data import WeightedRandomSampler
+
+from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
+from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream
+from tests import toy
+from tests.data import user_loaders
+from tests.data.user_loaders import KINDS, Images, Kind, Saves, fit, of, outcomes
+from tests.rank_pool import RankError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+HYBRID = "hybrid_allreduce"
+GRID = [
+    pytest.param(name, workers, ranks, id=f"{name}-{workers} workers-{ranks} ranks")
+    for name, kind in KINDS.items()
+    for workers in kind.workers
+    for ranks in kind.ranks
+]
+STRATEGIES = {
+    "pipeline": partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2),
+    "shard_update": partial(HybridAllReduceStrategy, shard_update="node", ranks_per_node=2),
+    "off": partial(HybridAllReduceStrategy, exact_resume=False),
+}
+
+
+def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cases in which something differs, or is refused, without a reason that the kind gives."""
+    reason = KINDS[cases[0]["kind"]].is_refused
+    bad = [one for one in cases if one["images"] or one["numbers"] or "Error" in one["said"]]
+    return [one for one in bad if not reason or reason not in one["said"]]
+
+
+@pytest.mark.sampled(26)
+@pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
+def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
+    """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
+    found = rank_pool.ranks(ranks).run(outcomes, name, HYBRID, workers, str(tmp_path), timeout_s=300)
+    assert [wrong(cases) for cases in found] == [[]] * ranks
+
+
+def test_the_grid_has_three_hundred_cases():
+    assert len(GRID) * len(user_loaders.STOPS) >= 300
+    assert any(kind.is_refused for kind in KINDS.values())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("pipeline", 2), ("shard_update", 2), (HYBRID, 4)])
+def test_other_strategies_and_more_ranks_read_what_is_left(rank_pool, tmp_path, strategy, ranks):
+    made = STRATEGIES.get(strategy, strategy)
+    found = rank_pool.ranks(ranks).run(outcomes, "shuffle", made, 0, str(tmp_path), (3, 5), timeout_s=120)
+    assert [wrong(cases) for cases in found] == [[]] * ranks
+    assert strategy != "pipeline" or found[0] == found[1]
+
+
+# ---- another number of ranks, workers, batches of a step -------------------------------------------------------------
+
+
+def shuffled(
+    folder: str,
+    stop: int | None = None,
+    workers: int = 0,
+    strategy: Any = HYBRID,
+    batch_size: int = 2,
+    accumulate: int = 1,
+) -> Any:
+    """What a fit reads that saves after batches 3 and 6, or goes on from one; or what ends it."""
+    kind = Kind(make=partial(of, shuffle=True, batch_size=batch_size), accumulate=accumulate)
+    path = None if stop is None else f"{folder}/{stop}.ckpt"
+    try:
+        module = fit(kind, strategy, workers, [Saves(folder, [3, 6])] if stop is None else [], path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return list(module.read.values())
+
+
+def steps(ranks: list[Any], batches_of_step: int = 1) -> list[list[int]]:
+    """Images of each step, over all ranks."""
+    assert not isinstance(ranks[0], str), ranks[0]
+    batches = [sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)]
+    return [sorted(chain(*batches[i : i + batches_of_step])) for i in range(0, len(batches), batches_of_step)]
+
+
+def test_another_number_of_ranks_reads_the_rest_of_each_step(rank_pool, tmp_path):
+    whole = rank_pool.ranks(2).run(shuffled, str(tmp_path))
+    assert steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)) == steps(whole)[3:]
+    (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
+    assert "must give the 4 images of a step: set 4." in refused
+
+
+def test_other_batches_of_a_step_read_the_rest(rank_pool, tmp_path):
+    """With the same images of a step, and with the same images of a batch."""
+    whole = rank_pool.ranks(1).run(shuffled, str(tmp_path), None, 0, HYBRID, 2, 3)
+    larger = rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 6)
+    assert steps(larger)[:3] == steps(whole, 3)[2:5]
+    assert steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 6, 0, HYBRID, 2, 2)) == steps(whole)[6:]
+
+
+def test_another_number_of_workers_draws_the_same_numbers(one_rank, tmp_path):
+    (whole,) = one_rank.run(shuffled, str(tmp_path))
+    assert one_rank.run(shuffled, str(tmp_path), 3, 2) == [whole[3:]]
+
+
+def accumulates_by_epoch(folder: str) -> Any:
+    kind, path = KINDS["shuffle"], f"{folder}/19.ckpt"
+    callbacks = [GradientAccumulationScheduler({0: 1, 1: 2}), Saves(folder, [19])]
+    whole = fit(kind, HYBRID, 0, callbacks)
+    again = fit(kind, HYBRID, 0, [GradientAccumulationScheduler({0: 1, 1: 2})], path)
+    return list(whole.read.values())[18:], list(again.read.values()), toy.same_bits(*map(toy.weights, (whole, again)))
+
+
+def test_accumulation_that_changes_by_epoch_goes_on(one_rank, tmp_path):
+    """Batch 19 is the first of a step of two: it is read again."""
+    ((left, again, _),) = one_rank.run(accumulates_by_epoch, str(tmp_path))
+    assert again == left
+
+
+# ---- beside `ddp` ----------------------------------------------------------------------------------------------------
+
+
+def plain(folder: str, strategy: Any, make: Any = None) -> Any:
+    module = fit(Kind(make=make or KINDS["shuffle"].make), STRATEGIES.get(strategy, strategy), 0, [Saves(folder, [3])])
+    epochs, images, drawn = zip(*module.read.values(), strict=True)
+    return (epochs, images), drawn, toy.weights(module)
+
+
+class Fixed(Images):
+    """Without random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.zeros(4)
+
+
+def test_but_for_random_transforms_an_undisturbed_fit_is_that_of_ddp(one_rank, tmp_path):
+    """Dropout draws from the stream from which transforms draw."""
+    (ddp,), (ours,), (off,) = (one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, "off"))
+    assert ours[0] == ddp[0] == off[0]
+    assert off[1] == ddp[1] != ours[1]
+    assert toy.same_bits(off[2], ddp[2])
+    make = partial(of, Fixed(), shuffle=True)
+    (ddp,), (ours,) = (one_rank.run(plain, str(tmp_path), one, make) for one in ("ddp", HYBRID))
+    assert toy.same_bits(ours[2], ddp[2])
+
+
+def weighted(folder: str, strategy: str, path: str | None) -> Any:
+    sampler = WeightedRandomSampler([1.0 + i % 7 for i in range(32)], 32)
+    kind = Kind(make=partial(of, sampler=sampler))
+    return fit(kind, strategy, 0, [] if path else [Saves(folder, [3])], path).said
+
+
+def test_checkpoints_open_both_ways(one_rank, tmp_path):
+    (whole,) = one_rank.run(shuffled, str(tmp_path), None, 0, "ddp")
+    ((*_,),) = one_rank.run(weighted, f"{tmp_path}/w", "ddp", None)
+    again = one_rank.run(shuffled, str(tmp_path), 3)[0]
+    assert [one[:2] for one in again] == [one[:2] for one in whole[3:]]
+    (said,) = one_rank.run(weighted, f"{tmp_path}/w", HYBRID, f"{tmp_path}/w/3.ckpt")
+    assert any("The checkpoint has no state of the training loader" in one for one in said)
+    one_rank.run(shuffled, f"{tmp_path}/ours")
+    (under_ddp,) = one_rank.run(shuffled, f"{tmp_path}/ours", 3, 0, "ddp")
+    assert len(under_ddp) == len(whole) - 3
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+
+
+class Fails(pl.Callback):
+    """Ends the run in batch 12: by an error on all ranks, or a SIGKILL of rank 1."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 11:
+            if self.how == "error":
+                raise OSError("gone")
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended(folder: str, how: str, path: str | None = None) -> Any:
+    saves = ModelCheckpoint(folder, "last", every_n_train_steps=4, save_on_exception=how == "error")
+    try:
+        callbacks = [saves, Fails(how)] if path is None else []
+        module = fit(KINDS["shuffle"], HYBRID, 0, callbacks, path, enable_checkpointing=path is None)
+    except OSError:
+        return None
+    return list(module.read.values())
+
+
+def test_a_rank_that_saves_on_its_own_error_saves_what_all_can_go_on_from(two_ranks, tmp_path):
+    """Its file lacks the checksums of others, whose order follows from the epoch."""
+    whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
+    two_ranks.run(ended, str(tmp_path), "error")
+    (path,) = tmp_path.glob("*.ckpt")
+    assert two_ranks.run(ended, str(tmp_path), "error", str(path)) == [one[11:] for one in whole]
+
+
+@pytest.mark.long
+def test_a_killed_process_is_resumed_with_what_is_left(two_ranks, tmp_path):
+    whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
+    with pytest.raises(RankError, match="exit code -9"):
+        two_ranks.run(ended, str(tmp_path), "kill")
+    path = str(max(tmp_path.glob("*.ckpt"), key=os.path.getmtime))
+    at = torch.load(path, weights_only=True)["global_step"]
+    assert two_ranks.run(ended, str(tmp_path), "kill", path) == [one[at:] for one in whole]
+
+
+class Writes(pl.Callback):
+    """Leaves what was read in a file of the rank."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        torch.save(list(module.read.values()), f"{self.folder}/{trainer.global_rank}.pt")
+
+
+@pytest.mark.long
+def test_spawned_ranks_read_what_is_left(tmp_path):
+    for name, path in (("whole", None), ("again", f"{tmp_path}/3.ckpt")):
+        (tmp_path / name).mkdir()
+        pl.seed_everything(3, verbose=False)
+        pl.Trainer(
+            strategy=HybridAllReduceStrategy(start_method="spawn", process_group_backend="gloo"),
+            accelerator="cpu",
+            devices=2,
+            max_epochs=2,
+            callbacks=[Writes(str(tmp_path / name)), Saves(str(tmp_path), [3])],
+            logger=False,
+            enable_progress_bar=False,
+        ).fit(user_loaders.Reads(partial(of, shuffle=True)), ckpt_path=path)
+    for rank in range(2):
+        whole, again = (torch.load(tmp_path / name / f"{rank}.pt") for name in ("whole", "again"))
+        assert again == whole[3:]
+
+
+# ---- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> Any:
+    """Three epochs of a user's own loop, which saves after batches; or what is left of them."""
+    fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
+    fabric.launch()
+    fabric.seed_everything(3, verbose=False)
+    loader, counts, read = fabric.setup_dataloaders(of(shuffle=True)), {"done": 0}, []
+    if path is not None:
+        counts = {"done": 0}
+        fabric.load(path, state := {"loader": loader, "counts": counts})
+        counts = state["counts"]
+    while counts["done"] < 24:
+        for images, drawn in loader:
+            read.append((images.tolist(), drawn.tolist()))
+            counts["done"] += 1
+            if counts["done"] in stops:
+                fabric.save(f"{folder}/{counts['done']}.ckpt", {"loader": loader, "counts": counts})
+    return read
+
+
+def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
+    whole = two_ranks.run(loop, str(tmp_path), None)
+    for stop in (3, 8, 11):
+        assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [one[stop:] for one in whole]
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def test_global_streams_are_as_they_were_after_a_context():
+    """Also within a pair of normal numbers, of which NumPy keeps the second."""
+    np.random.seed(0)
+    expected = np.random.randn(3).tolist()
+    np.random.seed(0)
+    found, seeded = [np.random.randn()], SeededStreams()
+    state = torch.get_rng_state(), random.getstate()
+    with seeded(1, 2):
+        one = user_loaders.numbers()
+        with seeded(3):
+            other = user_loaders.numbers()
+        assert user_loaders.numbers() == one != other
+    assert found + np.random.randn(2).tolist() == expected
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+
+
+@pytest.mark.parametrize(
+    ("stream", "draw"),
+    [
+        (torch.Generator(), lambda one: torch.rand(1, generator=one).item()),
+        (random.Random(4), random.Random.random),
+        (np.random.RandomState(4), np.random.RandomState.rand),
+        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.PCG64, np.random.Philox)),
+        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.MT19937, np.random.SFC64)),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_stream_goes_on_from_a_saved_state(tmp_path, stream, draw):
+    torch.save(state_of_stream(stream), tmp_path / "state")
+    expected = [draw(stream) for _ in range(3)]
+    restore_stream(stream, torch.load(tmp_path / "state", weights_only=True))
+    assert [draw(stream) for _ in range(3)] == expected

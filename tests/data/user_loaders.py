@@ -1,0 +1,413 @@
+"""Loaders that users write, and what a fit reads of them that is stopped anywhere and resumed.
+
+One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on from one of them. Images are compared
+batch by batch, and the random numbers of their transforms.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import zip_longest
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from tests import toy
+
+NUM_EPOCHS = 3
+
+
+def numbers() -> list[float]:
+    """What transforms draw: from each of the global streams."""
+    return [torch.rand(1).item(), np.random.rand(), np.random.randn(), random.random()]
+
+
+class Images(Dataset):
+    """An image is its number, with random numbers of a transform."""
+
+    def __init__(self, num_images: int = 32, first: int = 0) -> None:
+        self.num_images, self.first = num_images, first
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return self.first + index, torch.tensor(numbers())
+
+
+class Stream(IterableDataset):
+    """The same without a length: each rank and worker has its part."""
+
+    def __init__(self, num_images: int = 32) -> None:
+        self.num_images = num_images
+
+    def __iter__(self) -> Iterator[Any]:
+        info, world = get_worker_info(), dist.get_world_size()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(worker * world + dist.get_rank(), self.num_images, workers * world):
+            yield index, torch.tensor(numbers())
+
+
+class StatefulStream(Stream):
+    """With a state; it goes on without reading what was read."""
+
+    done, is_resumed = 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.done, self.is_resumed = self.done if self.is_resumed else 0, False
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for index in range(rank + self.done * world, self.num_images, world):
+            self.done += 1
+            yield index, torch.tensor(numbers())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.is_resumed = state["done"], True
+
+
+class Buckets(Sampler):
+    """A batch sampler that draws from NumPy: its own stream, or the global one."""
+
+    def __init__(self, num_images: int = 32, *, is_own: bool) -> None:
+        self.num_images, self.stream = num_images, np.random.default_rng(5) if is_own else np.random
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.stream.permutation(self.num_images)
+        return (order[k : k + 4].tolist() for k in range(0, self.num_images, 4))
+
+    def __len__(self) -> int:
+        return -(-self.num_images // 4)
+
+
+class Lazy(Sampler):
+    """Draws each index when it is asked for it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.stream() for _ in range(32))
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Counting(Sampler):
+    """Counts its own iterations: no one can restore that."""
+
+    num_iterations = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_iterations += 1
+        return iter(np.random.default_rng(self.num_iterations).permutation(32).tolist())
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Foreign(Sampler):
+    """Another order on rank 1 in each run."""
+
+    def __iter__(self) -> Iterator[int]:
+        seed = None if dist.get_rank() else 3
+        return iter(np.random.default_rng(seed).permutation(32).tolist())
+
+    def __len__(self) -> int:
+        return 32
+
+
+class Doubling(DataLoader):
+    """Gives each batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+class KeyedBatches(BatchSampler):
+    """Of a class of its own."""
+
+
+def generator(seed: int = 9) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def of(data: Any = None, batch_size: int = 2, **options: Any) -> DataLoader:
+    if options.get("num_workers"):
+        options["multiprocessing_context"] = "fork"
+    return DataLoader(Images() if data is None else data, batch_size=batch_size, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A loader, made with a number of workers, and what of the trainer goes with it."""
+
+    make: Callable[..., Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    is_refused: str = ""
+    ranks: tuple[int, ...] = (1, 2)
+    workers: tuple[int, ...] = (0, 2)
+
+
+NO_SAMPLER: dict[str, Any] = {"use_distributed_sampler": False}
+KINDS: dict[str, Kind] = {
+    "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
+    "sequential": Kind(make=lambda **w: of(**w)),
+    "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
+    "drop_last": Kind(make=lambda **w: of(Images(31), shuffle=True, drop_last=True, **w)),
+    "last batch short": Kind(make=lambda **w: of(Images(30), 4, shuffle=True, **w)),
+    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
+    "persistent, generator": Kind(
+        make=lambda **w: of(shuffle=True, generator=generator(), persistent_workers=True, **w),
+        workers=(2,),
+        settings=NO_SAMPLER,
+    ),
+    "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
+    "weighted, generator": Kind(
+        make=lambda **w: of(sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()), **w)
+    ),
+    "batch sampler of a class of its own": Kind(
+        make=lambda **w: DataLoader(
+            Images(), batch_sampler=KeyedBatches(RandomSampler(range(32)), 2, False), **_forked(w)
+        )
+    ),
+    "batch sampler, own NumPy stream": Kind(
+        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)), settings=NO_SAMPLER
+    ),
+    "batch sampler, global NumPy": Kind(
+        make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=False), **_forked(w)), settings=NO_SAMPLER
+    ),
+    "no distributed sampler": Kind(make=lambda **w: of(batch_size=4, shuffle=True, **w), settings=NO_SAMPLER),
+    "no distributed sampler, generator": Kind(
+        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w), settings=NO_SAMPLER
+    ),
+    "lazy, global torch": Kind(
+        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
+    ),
+    "lazy, global Python": Kind(
+        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: random.randrange(32)), **w), settings=NO_SAMPLER
+    ),
+    "own DistributedSampler": Kind(
+        make=lambda **w: of(sampler=DistributedSampler(range(32), dist.get_world_size(), dist.get_rank(), seed=8), **w)
+    ),
+    "batch_size=None": Kind(make=lambda **w: of(Images(16), None, shuffle=True, **w)),
+    "keys in place of numbers": Kind(
+        make=lambda **w: of(Named(), sampler=[f"{i}" for i in range(32)], batch_size=4, **w), settings=NO_SAMPLER
+    ),
+    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
+    "val_check_interval": Kind(make=lambda **w: of(shuffle=True, **w), settings={"val_check_interval": 3}),
+    "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
+    "accumulate, limit": Kind(
+        make=lambda **w: of(shuffle=True, **w), accumulate=2, settings={"limit_train_batches": 7}
+    ),
+    "max_epochs": Kind(make=lambda **w: of(shuffle=True, **w), settings={"max_steps": -1}),
+    "max_epochs, generator": Kind(
+        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
+        settings={"max_steps": -1, **NO_SAMPLER},
+    ),
+    "reload every epoch": Kind(
+        make=lambda **w: of(shuffle=True, **w), settings={"reload_dataloaders_every_n_epochs": 1}
+    ),
+    "reload every two epochs, generator": Kind(
+        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
+        settings={"reload_dataloaders_every_n_epochs": 2, **NO_SAMPLER},
+    ),
+    "two loaders, max_size_cycle": Kind(
+        make=lambda **w: CombinedLoader(
+            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size_cycle"
+        )
+    ),
+    "two loaders, cycle, generator": Kind(
+        make=lambda **w: CombinedLoader(
+            {"a": of(Images(12), 4, shuffle=True, generator=generator(), **w), "b": of(Images(32, 100), 4, **w)},
+            "max_size_cycle",
+        ),
+        settings=NO_SAMPLER,
+    ),
+    "two loaders, max_size": Kind(
+        make=lambda **w: CombinedLoader(
+            {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size"
+        )
+    ),
+    "two loaders, min_size": Kind(
+        make=lambda **w: CombinedLoader(
+            [of(Images(20), shuffle=True, **w), of(Images(32, 100), shuffle=True, **w)], "min_size"
+        )
+    ),
+    "stream": Kind(make=lambda **w: of(Stream(), **w)),
+    "stream, accumulate": Kind(make=lambda **w: of(Stream(), **w), accumulate=2),
+    "stream with a state": Kind(make=lambda **w: of(StatefulStream(), **w), workers=(0,)),
+    "stream in a cycle": Kind(
+        make=lambda **w: CombinedLoader({"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle")
+    ),
+    "counts its iterations": Kind(
+        make=lambda **w: of(batch_size=4, sampler=Counting(), **w), settings=NO_SAMPLER, is_refused="counts its"
+    ),
+    "gives each batch twice": Kind(make=lambda **w: _doubling(**w), is_refused="one batch for each index list"),
+    "order of its own on rank 1": Kind(
+        make=lambda **w: of(batch_size=4, sampler=Foreign(), **w),
+        settings=NO_SAMPLER,
+        is_refused="streams that it makes itself",
+        ranks=(2,),
+    ),
+    "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
+}
+
+
+class Named(Images):
+    """Images by names."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(int(key))
+
+
+def _forked(options: dict[str, Any]) -> dict[str, Any]:
+    return options | ({"multiprocessing_context": "fork"} if options.get("num_workers") else {})
+
+
+def _doubling(**options: Any) -> DataLoader:
+    return Doubling(Images(), 2, shuffle=True, **_forked(options))
+
+
+if find_spec("torchdata") is not None:
+
+    def _stateful(data: Any = None, batch_size: int = 2, **options: Any) -> Any:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(Images() if data is None else data, batch_size=batch_size, **_forked(options))
+
+    KINDS |= {
+        "torchdata": Kind(make=lambda **w: _stateful(shuffle=True, **w)),
+        "torchdata, stream with a state": Kind(make=lambda **w: _stateful(StatefulStream(), **w), workers=(0,)),
+        "torchdata, stream": Kind(make=lambda **w: _stateful(Stream(), **w), workers=(0,)),
+    }
+
+
+class Reads(pl.LightningModule):
+    """Notes what it reads: number of the batch -> epoch, images, random numbers."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make, self.net = make, nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1))
+        self.read: dict[int, tuple[int, Any, Any]] = {}
+        self.said: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+    def val_dataloader(self) -> Any:
+        return of(Images(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        is_many = isinstance(batch, dict) or isinstance(batch[0], list)
+        parts = (list(batch.values()) if isinstance(batch, dict) else batch) if is_many else [batch]
+        images = [None if part is None else torch.as_tensor(part[0]).flatten().tolist() for part in parts]
+        drawn = [None if part is None else part[1].tolist() for part in parts]
+        self.read[self.trainer.fit_loop.total_batch_idx] = self.trainer.current_epoch, images, drawn
+        first = next(part[0] for part in parts if part is not None)
+        return self.net(torch.as_tensor(first).float().reshape(-1, 1) / 32).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        numbers()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Saves(pl.Callback):
+    """Saves after these batches, and at the end of the first epoch."""
+
+    def __init__(self, folder: str, stops: list[int]) -> None:
+        self.folder, self.stops = folder, stops
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if (done := trainer.fit_loop.total_batch_idx + 1) in self.stops:
+            trainer.save_checkpoint(f"{self.folder}/{done}.ckpt")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{self.folder}/0.ckpt")
+
+
+def fit(kind: Kind, strategy: Any, workers: int, callbacks: Any = (), path: str | None = None, **more: Any) -> Reads:
+    """One fit, from a checkpoint or the start."""
+    pl.seed_everything(3, verbose=False)
+    module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
+    settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings
+    validates = "val_check_interval" in settings
+    trainer = toy.trainer(
+        strategy=strategy() if callable(strategy) else strategy,
+        max_epochs=NUM_EPOCHS,
+        callbacks=list(callbacks),
+        limit_val_batches=1 if validates else 0,
+        num_sanity_val_steps=0,
+        **settings | more,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, ckpt_path=path)
+    module.said = [str(one.message) for one in caught]
+    return module
+
+
+STOPS = (0, 3, 8, 11, 20)  # batches done; 0: the end of the first epoch
+
+
+def outcomes(
+    name: str, strategy: Any, workers: int, folder: str, stops: tuple[int, ...] = STOPS
+) -> list[dict[str, Any]]:
+    """On a rank: what became of fits that go on from `stops`, against an undisturbed one."""
+    kind, world = KINDS[name], dist.get_world_size()
+    whole = fit(kind, strategy, workers, [Saves(folder, list(stops))]).read
+    per_epoch = 1 + max(number for number, one in whole.items() if one[0] == 0)
+    found = []
+    for stop in stops:
+        if stop < len(whole):
+            first = per_epoch if stop == 0 else stop - (stop % per_epoch) % kind.accumulate
+            left = [one for number, one in sorted(whole.items()) if number >= first]
+            case = {"kind": name, "workers": workers, "ranks": world, "stop": stop, "batches": len(left)}
+            found.append(case | after(kind, strategy, workers, f"{folder}/{stop}.ckpt", left))
+    return found
+
+
+def after(kind: Kind, strategy: Any, workers: int, path: str, left: list[Any]) -> dict[str, Any]:
+    """What differs in a fit that goes on from a checkpoint from what was `left`, and what it said."""
+    try:
+        module = fit(kind, strategy, workers, path=path)
+    except Exception as error:
+        return {"images": 0, "numbers": 0, "said": f"{type(error).__name__}: {error}"}
+    again = [one for _, one in sorted(module.read.items())]
+    pairs = list(zip_longest(left, again, fillvalue=(None, None, None)))
+    said = [one for one in module.said if "training loader" in one or "not resumable" in one]
+    return {
+        "images": sum(one[:2] != other[:2] for one, other in pairs),
+        "numbers": sum(one[2] != other[2] for one, other in pairs),
+        "said": " ".join(said),
+    }
