@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import re
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -64,8 +64,8 @@ class IndexLists:
 def _checksum_of_index(index: Any, before: int) -> int:
     try:
         return zlib.crc32(array("q", index if isinstance(index, list | tuple) else [index]), before)
-    except (TypeError, OverflowError):  # keys
-        return zlib.crc32(pickle.dumps(index), before)
+    except (TypeError, OverflowError):  # keys; objects without a `repr` of their own show where they lie
+        return zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", repr(index)).encode(), before)
 
 
 def checksum_of_batch(batch: Any) -> int:

@@ -198,6 +198,17 @@ class ResumableLoader(ABC):
                 )
             self.epoch, self.batches_done = epoch, 0
 
+    def every_image(self) -> Iterator[Batch]:
+        """Yield batches of this rank in which every image comes exactly once over all ranks, as in epoch 0."""
+        order = self.order
+        shares = eval_shares(
+            num_images=order.num_images,
+            world_size=order.world_size,
+            rank=order.rank,
+            batch_size_per_rank=max(1, order.batch_size_per_rank - 1),  # one may have an image more
+        )
+        return self._batches(0, iter(shares))
+
     def state_dict(self) -> dict[str, int]:
         """Return the place of this loader; the same on every rank."""
         steps_done, batches_done = divmod(self.batches_done, self.order.accumulate_grad_batches)

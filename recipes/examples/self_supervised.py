@@ -1,6 +1,6 @@
 """SimCLR with LARS: two views of each digit must find one another; then nearest neighbours say what was learnt.
 
-Each process compares the images of its own batch; losses over the batches of all: `lightning_hybrid.contrastive`.
+Each image is compared with those of all processes, in the memory of `chunk` images.
 """
 
 import lightning.pytorch as pl
@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hybrid  # registers the strategies
+from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from lightning_hybrid.optim import LARS, param_groups
 
 
@@ -25,13 +26,13 @@ class SimCLR(pl.LightningModule):
         super().__init__()
         self.encoder = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU())
         self.projector = torch.nn.Linear(256, 64)
+        self.global_batch = GlobalBatch(InfoNCE(temperature=0.2, both_views=True), chunk=125)
+
+    def embed(self, images):  # of a part of the batch
+        return self.projector(self.encoder(torch.cat([view(images), view(images)]))).chunk(2)
 
     def training_step(self, batch, batch_idx):
-        views = torch.cat([view(batch[0]), view(batch[0])])
-        z = torch.nn.functional.normalize(self.projector(self.encoder(views)).float())
-        logits = (z @ z.T / 0.2).fill_diagonal_(float("-inf"))  # in fp32: the scale of a similarity is 1 / temperature
-        partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-        loss = torch.nn.functional.cross_entropy(logits, partner)
+        loss = self.global_batch(self.embed, batch[0])
         self.log("loss", loss, prog_bar=True)
         return loss
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
@@ -41,8 +43,16 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
     model = keys.model_for(data, cfg, trainer)
     num_parts = getattr(trainer.strategy, "num_microbatches", trainer.accumulate_grad_batches)
     correct_momentum_(model, accumulate_grad_batches=num_parts)
-    mfu.fill_in(trainer, model, cfg)
-    kind = ShardedClassifier if isinstance(trainer.strategy, FullyShardedStrategy) else Classifier
+    kind: Any = instantiate(cfg.module)
+    if kind.func is Classifier:
+        mfu.fill_in(trainer, model, cfg)
+    if isinstance(trainer.strategy, FullyShardedStrategy):
+        if kind.func is not Classifier:
+            raise ValueError(
+                f"`module` (={kind.func.__name__}) and strategy=fsdp2 exclude each other: it shards a Classifier only. "
+                "Set strategy=hybrid."
+            )
+        kind = ShardedClassifier
     module = kind(
         model=model,
         optimizer=optimizer,

@@ -124,7 +124,7 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer on the parameter groups, and the schedule over all steps of the run."""
-        groups = param_groups(self.model, weight_decay=self.weight_decay)
+        groups = param_groups(self, weight_decay=self.weight_decay)
         rank_zero_info(groups.report())
         adapted, excluded = groups
         adapted["trust_ratio"] = self.trust_ratio

@@ -38,6 +38,8 @@ TRAIN_KEYS: dict[str, Any] = {
     "decay_excluded": bool,
     "resume": str | None,
     "run_dir": str,
+    "module": pl.LightningModule,
+    "module._partial_": Literal[True],
     "model": nn.Module,
     "model.num_classes": Count,
     "data": pl.LightningDataModule,

@@ -152,6 +152,7 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
         return
     if (model := before.get("model")) and model.get("_target_") in MOVED:
         before = {**before, "model": {**model, "_target_": MOVED[model["_target_"]]}}
+    before = {"module": now.get("module"), **before}  # which checkpoints of earlier versions do not have
     differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
     if differing:
         (key, *more), old, new = differing, dict(_leaves(before)), dict(_leaves(now))

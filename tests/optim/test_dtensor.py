@@ -249,7 +249,8 @@ def resumed_on_rank(rule, path):
 
     steps(saved, range(3))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    everywhere = [get_optimizer_state_dict(saved, optimizers[saved], options=options)]
+    # A copy, as on a CPU what is whole already is the state itself, which moves on.
+    everywhere = [copy.deepcopy(get_optimizer_state_dict(saved, optimizers[saved], options=options))]
     dist.broadcast_object_list(everywhere, src=0)  # torch gathers on rank zero only
     weights = [param.detach().full_tensor() for param in saved.parameters()]
     steps(saved, range(3, 5))

@@ -1,0 +1,182 @@
+"""SimCLR as a LightningModule: two views of each image must find one another; then probes say what was learnt."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.checks import require_number, require_whole
+from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
+from recipes.training.classifier import Batch, Classifier
+
+KNN_TEMPERATURE = 0.07  # of Wu et al. 2018 (arXiv:1805.01978)
+
+
+class SimCLR(Classifier):
+    """Module that trains a network without labels, over the images of all ranks (Chen et al. 2020, arXiv:2002.05709).
+
+        h = the network without its last layer;   z = projector(h)
+        loss = InfoNCE of both views of all images of a step
+
+    Labels are for probes alone, which are given the h of training images, as their loader has them in epoch 0.
+    Validation logs the accuracy of the nearest neighbours, the test that of a linear layer (`test/acc`) and of the
+    nearest neighbours (`test/acc_knn`).
+
+    Args:
+        temperature: Of the loss.
+        features: Of z.
+        chunk: Images whose two views pass through the network at a time: what BatchNorm sees, and what memory holds.
+        least_area: Of a view, as a part of the image's.
+        jitter: Most by which gain and level of each channel change; 0 = off. There is no blur: our choice.
+        flip: Flip half of the views left to right.
+        num_neighbours: Of the probe.
+        max_probe_images: Training images that a rank gives to the probes, at most.
+        options: As in `Classifier`.
+
+    Raises:
+        ValueError: An argument breaks its rule.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.2,
+        features: int = 128,
+        chunk: int = 256,
+        least_area: float = 0.08,
+        jitter: float = 0.4,
+        flip: bool = True,
+        num_neighbours: int = 20,
+        max_probe_images: int = 10_000,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        require_number("least_area", least_area, "it is a part of the image. Set module.least_area=0.08", above=True)
+        require_number("jitter", jitter, "it is a part of the contrast. Set module.jitter=0.4")
+        for name, value in (("num_neighbours", num_neighbours), ("max_probe_images", max_probe_images)):
+            require_whole(name, value, f"it is counted. Set module.{name}")
+        name, last = [(name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear)][-1]
+        self.model.set_submodule(name, nn.Identity())
+        width = last.in_features
+        hidden = (nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.ReLU())
+        self.projector = nn.Sequential(*hidden, nn.Linear(width, features))
+        self.global_batch = GlobalBatch(InfoNCE(temperature, both_views=True), chunk=chunk)
+        self.view = partial(random_view, least_area=least_area, jitter=jitter, flip=flip)
+        self.num_neighbours, self.max_probe_images = num_neighbours, max_probe_images
+        self.num_classes: int = options["num_classes"]
+        self.test_acc_knn = MulticlassAccuracy(self.num_classes, average="micro")
+
+    def embed(self, views: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Return z of both views of some images, which BatchNorm sees together."""
+        return self.projector(self(torch.cat(views))).chunk(2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of all ranks' images."""
+        images, _ = batch
+        loss: Tensor = self.global_batch(self.embed, tuple(self.view(images) for _ in range(2)))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Compute h of training images."""
+        self.bank = self._features_of_training_images()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the accuracy of nearest neighbours."""
+        images, labels = batch
+        self.val_acc(knn(self(images), *self.bank, self.num_neighbours, self.num_classes), labels)
+        self.log(m.VAL_ACC, self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+
+    def on_test_epoch_start(self) -> None:
+        """Compute h of training images, and fit a linear layer to them."""
+        self.bank = self._features_of_training_images()
+        self.probe = linear_probe(*self.bank, self.num_classes)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the accuracies of the linear layer and of nearest neighbours."""
+        images, labels = batch
+        h = self(images)
+        self.test_acc(self.probe(h), labels)
+        self.test_acc_knn(knn(h, *self.bank, self.num_neighbours, self.num_classes), labels)
+        self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
+        self.log("test/acc_knn", self.test_acc_knn, on_step=False, on_epoch=True)
+
+    @torch.no_grad()
+    def _features_of_training_images(self) -> tuple[Tensor, Tensor]:
+        """Return h and labels, of as many images of each rank. Collective."""
+        trainer: Any = self.trainer
+        loader, found = trainer.datamodule.train_dataloader(), []
+        num_images = min(self.max_probe_images, loader.order.num_images // trainer.world_size)
+        for batch in loader.every_image():
+            images, labels = trainer.strategy.batch_to_device(batch)
+            with trainer.precision_plugin.forward_context():
+                found.append((self(images).clone(), labels.clone()))  # the loader may fill its memory again
+            if sum(map(len, next(zip(*found, strict=True)))) >= num_images:
+                break
+        h, labels = (torch.cat(parts)[:num_images] for parts in zip(*found, strict=True))
+        return of_all_ranks(h), of_all_ranks(labels)
+
+
+def of_all_ranks(rows: Tensor) -> Tensor:
+    """Return the rows of all ranks, of which each has as many. Collective."""
+    if not dist.is_initialized():
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+def random_view(images: Tensor, *, least_area: float, jitter: float, flip: bool) -> Tensor:
+    """Cut a random square part out of each image, enlarge it again, and change gain and level of each channel.
+
+    >>> images = torch.rand(2, 3, 8, 8)
+    >>> torch.allclose(random_view(images, least_area=1.0, jitter=0.0, flip=False), images, atol=1e-6)
+    True
+    """
+
+    def uniform(*shape: int) -> Tensor:
+        return 2 * torch.rand(len(images), *shape, device=images.device) - 1  # from -1 to 1
+
+    side = (1 - (1 - least_area) * (1 + uniform()) / 2).sqrt()
+    affine = torch.zeros(len(images), 2, 3, device=images.device)
+    affine[:, 0, 0] = side * uniform().sign() if flip else side
+    affine[:, 1, 1] = side
+    affine[:, :, 2] = (1 - side)[:, None] * uniform(2)
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    parts = F.grid_sample(images.float(), grid, align_corners=False)
+    channels = images.shape[1]
+    gain, level = (jitter * uniform(channels, 1, 1) for _ in range(2))
+    return (parts * (1 + gain) + level).to(images.dtype)
+
+
+def knn(h: Tensor, bank: Tensor, labels: Tensor, num_neighbours: int, num_classes: int) -> Tensor:
+    """Return a score for each class: the sum of exp(cosine / 0.07) over neighbours of the class (Wu et al. 2018)."""
+    cosines = F.normalize(h) @ F.normalize(bank).T
+    weights, nearest = cosines.topk(min(num_neighbours, len(bank)))
+    votes = (weights.float() / KNN_TEMPERATURE).exp()
+    return torch.zeros(len(h), num_classes, device=h.device).scatter_add_(1, labels[nearest], votes)
+
+
+def linear_probe(bank: Tensor, labels: Tensor, num_classes: int, *, decay: float = 1e-4) -> nn.Module:
+    """Fit a logistic regression on standardised features; every rank gets the same."""
+    with torch.inference_mode(False), torch.enable_grad():
+        bank, labels = bank.clone(), labels.clone()
+        scale = nn.BatchNorm1d(bank.shape[1], affine=False, momentum=None).to(bank.device)
+        x, layer = scale(bank), nn.Linear(bank.shape[1], num_classes, device=bank.device)
+        nn.init.zeros_(layer.weight), nn.init.zeros_(layer.bias)
+        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(layer(x), labels) + decay * layer.weight.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return nn.Sequential(scale, layer).eval()

@@ -1,0 +1,81 @@
+"""lightly's LARS held against ours; timm's networks and optimizers in a loop of the user's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+
+from lightning_hybrid.optim import LARS
+
+pytest.importorskip("torchvision")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Grad strides do not match")]  # of depthwise kernels
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids="nesterov={}".format)
+def test_lightlys_lars_and_ours_by_its_arguments_end_at_the_same_weights(nesterov):
+    """As bolts' and lightly-train's, which are the same. Its second group is excluded by a decay of zero."""
+    theirs = pytest.importorskip("lightly.utils.lars").LARS
+    generator = torch.Generator().manual_seed(0)
+    ends = []
+    common = {"lr": 0.3, "momentum": 0.9, "trust_coefficient": 0.02, "eps": 1e-8, "nesterov": nesterov}
+    gradients = [[torch.randn(shape, generator=generator) for shape in ((40, 30), (30,))] for _ in range(50)]
+    for kind, own in ((theirs, {}), (LARS, {"momentum_form": "lr_outside"})):
+        weights = [torch.nn.Parameter(torch.linspace(-1, 1, g.numel()).view_as(g)) for g in gradients[0]]
+        excluded = {"weight_decay": 0.0, **({"trust_ratio": False} if own else {})}
+        groups = [{"params": weights[:1], "weight_decay": 1e-3}, {"params": weights[1:], **excluded}]
+        optimizer = kind(groups, **common, **own)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)  # the form shows where the rate changes
+        for step in gradients:
+            for weight, gradient in zip(weights, step, strict=True):
+                weight.grad = gradient.clone()
+            optimizer.step()
+            schedule.step()
+        ends.append(weights)
+    for one, other in zip(*ends, strict=True):
+        assert (one - other).norm() <= 1e-6 * one.norm()
+
+
+def losses_under_fabric(strategy, precision, network, optimizer, options):
+    """Six steps on images of noise, other ones on each rank, and the first weights of the end."""
+    timm, optim = pytest.importorskip("timm"), pytest.importorskip("timm.optim")
+    fabric = Fabric(strategy=strategy, precision=precision, accelerator="cpu", devices=dist.get_world_size())
+    fabric.launch()
+    torch.manual_seed(0)
+    net = timm.create_model(network, num_classes=4, pretrained=False)
+    net, made = fabric.setup(net, optim.create_optimizer_v2(net, opt=optimizer, **options))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    images, labels = torch.randn(8, 3, 96, 96, generator=generator), torch.arange(8) % 4
+    losses = []
+    for _ in range(6):
+        loss = F.cross_entropy(net(images).float(), labels)
+        fabric.backward(loss)
+        made.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    weights = torch.cat([one.detach().float().flatten() for one in net.parameters()])
+    fabric.strategy.teardown()
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer", "options"),
+    [
+        ("test_resnet", "lars", {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4}),
+        ("test_vit", "lamb", {"lr": 3e-3, "weight_decay": 0.01}),
+        ("test_convnext", "adamw", {"lr": 1e-3, "weight_decay": 0.05}),
+    ],
+)
+def test_timms_networks_and_optimizers_train_under_fabric(two_ranks, network, optimizer, options):
+    """The bits of `ddp` in fp32; in fp16 its losses, to 2^-5: six steps of rounding by 2^-11, each some five times."""
+    run = (network, optimizer, options)
+    runs = {}
+    for strategy, precision in (("ddp", "32-true"), ("hybrid_allreduce", "32-true"), ("hybrid_allreduce", "16-true")):
+        one, other = two_ranks.run(losses_under_fabric, strategy, precision, *run, timeout_s=300.0)
+        assert torch.equal(one[1], other[1])
+        runs[strategy, precision] = one
+    plain, ours, half = runs.values()
+    assert plain[0] == ours[0]
+    assert torch.equal(plain[1], ours[1])
+    assert half[0] == pytest.approx(plain[0], abs=2**-5 * max(plain[0]))
+    assert half[0][-1] < half[0][0]
