@@ -10,6 +10,7 @@ import tomllib
 from importlib.metadata import packages_distributions
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.checkout import ROOT, tracked_files
 from tests.without import environment_without
@@ -22,6 +23,9 @@ NAMES = {"nvidia": "nvidia-dali-cuda130", "simplejpeg": "simplejpeg", "triton": 
 
 
 DISTRIBUTIONS = packages_distributions()
+
+
+LOCKED = ("recipes", "report", "jpeg", "search", "tensorboard", "test", "dev", "docs")
 
 
 def canonical(name: str) -> str:
@@ -69,6 +73,19 @@ def test_the_tests_of_extras_run_where_the_tests_extra_is_installed():
     # torchvision goes with one version of torch, and `projects` have a stage of their own in `.ci/nightly`.
     others = {"dali", "docs", "projects", "test", "dev"}
     assert set(re.search(r"\[(.*)\]", own)[1].split(",")) == {*project["optional-dependencies"]} - others
+
+
+def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
+    lines = (ROOT / ".ci" / "requirements.lock").read_text().splitlines()
+    rows = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines if line[:1] != "#"]
+    assert all(rows)
+    locked = {canonical(row[1]): row[2] for row in rows}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(one for name in LOCKED for one in extras[name])]
+    for requirement in map(Requirement, asked):
+        if requirement.name != "lightning-hybrid":
+            assert locked[canonical(requirement.name)] in requirement.specifier, requirement
 
 
 @pytest.mark.long
