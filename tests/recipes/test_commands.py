@@ -87,8 +87,10 @@ def planned(folder: Path, said: str) -> None:
     assert numbers["step_s"] == pytest.approx(statistics.fmean(content["steps_s"]))
     assert len(content["steps_s"]) == 7
     hours = 2 * 1281167 / (16 * 64) * numbers["step_s"] / 3600
+    paid = numbers["run_with_failures_s"] / 3600  # start-up and failures are paid too
+    assert paid > hours
     assert [numbers[key] for key in ("run_hours", "run_price", "run_kwh")] == pytest.approx(
-        [hours, hours * 2 * 30, hours * 2 * 3]
+        [hours, paid * 2 * 30, paid * 2 * 3]
     )
     assert [point["num_ranks"] for point in content["scaling"]] == [1, 16]
     assert len(content["plans"]) == 4
