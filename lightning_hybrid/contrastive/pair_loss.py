@@ -46,11 +46,13 @@ class PairLoss(nn.Module):
 
     def checked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return both views in fp32 or fp64, once it is sure that all ranks have the same shape."""
-        if a.dim() != 2 or a.shape != b.shape or len(a) == 0:
+        is_pair = a.dim() == 2 and a.shape == b.shape and len(a) > 0
+        # Before this rank raises: the others would wait for its answer.
+        self.peers().check_same(a.shape if is_pair else (0, 0), device=a.device)
+        if not is_pair:
             raise ValueError(
                 f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of one shape, "
                 "pairs x features: row i of one belongs to row i of the other."
             )
-        self.peers().check_same(a.shape, device=a.device)
         dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
         return a.to(dtype), b.to(dtype)

@@ -116,19 +116,20 @@ def first_24():
     return InfoNCE(0.1, block=3)(a, b)
 
 
-def short_on_the_last():
+def short_on_the_last(missing):
     import torch.distributed as dist
 
-    rows = PAIRS // 2 - dist.get_rank()
+    rows = PAIRS // 2 - missing * dist.get_rank()
     try:
         InfoNCE()(*(view[:rows] for view in views()))
     except ValueError as error:
         return str(error)
 
 
-def test_other_numbers_of_pairs_are_refused_on_every_rank(two_ranks):
-    for said in two_ranks.run(short_on_the_last):
-        assert said.startswith("the embeddings of all ranks must have one shape, and have 16x8, 15x8")
+@pytest.mark.parametrize(("missing", "shapes"), [(1, "16x8, 15x8"), (PAIRS // 2, "16x8, 0x0")])
+def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shapes, two_ranks):
+    for said in two_ranks.run(short_on_the_last, missing, timeout_s=30):
+        assert said.startswith(f"the embeddings of all ranks must have one shape, and have {shapes}")
 
 
 @pytest.mark.parametrize(
