@@ -11,10 +11,10 @@ import PIL
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lightning_hybrid.data.images import decode
 from recipes.benchmarks import input_cases
 from recipes.cli import config_check, launch
 from recipes.cli.results import config_and_folder, environment, write_json
+from recipes.datasets.images import decode
 
 launch.register_resolvers()
 

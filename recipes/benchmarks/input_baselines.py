@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.data.images.crops import NUM_DRAWS, random_box
+from recipes.datasets.images.crops import NUM_DRAWS, random_box
 
 
 class PillowImages(Dataset[tuple[Tensor, int]]):

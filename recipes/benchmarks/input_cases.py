@@ -15,13 +15,6 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.data.images import decode
-from lightning_hybrid.data.images.crops import TrainCrop
-from lightning_hybrid.data.images.datamodule import share_of_cores
-from lightning_hybrid.data.images.folder import ImageFolder
-from lightning_hybrid.data.images.imagenet import open_images
-from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageTrainLoader
-from lightning_hybrid.data.images.source import DecodedImages, RowSource
 from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
@@ -30,6 +23,13 @@ from recipes.benchmarks.photos import write_photos
 from recipes.cli.markdown import markdown_table
 from recipes.cli.ranges import Count, CountOrZero
 from recipes.datasets.dali import DaliFiller, has_dali
+from recipes.datasets.images import decode
+from recipes.datasets.images.crops import TrainCrop
+from recipes.datasets.images.datamodule import share_of_cores
+from recipes.datasets.images.folder import ImageFolder
+from recipes.datasets.images.imagenet import open_images
+from recipes.datasets.images.loader import BatchFiller, DecodeThreads, ImageTrainLoader
+from recipes.datasets.images.source import DecodedImages, RowSource
 from recipes.datasets.packing import Packing
 from recipes.datasets.synthetic import StoredRows
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from lightning_hybrid.data.images.decode import encode_jpeg
+from recipes.datasets.images.decode import encode_jpeg
 
 LONG_SIDE, SHORT_SIDE = 500, 375  # the most frequent size in ImageNet
 GRAIN = 6.0  # our choice, with the quality: standard deviation in grey levels that brings the mean to 80 to 110 KB

@@ -23,8 +23,8 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.callbacks import StopOnSignal
-from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
 from recipes.training.callbacks.step_checkpoint import StepCheckpoint
 from tests import toy
 

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_hybrid.data.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
 from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
-from tests.data.images.pictures import pixels_of
+from recipes.datasets.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
+from tests.recipes.datasets.images.pictures import pixels_of
 
 SIZE = 24
 

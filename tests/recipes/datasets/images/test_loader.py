@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from lightning_hybrid.data.order import EpochOrder
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from recipes.datasets.synthetic import StoredRows
-from tests.data.images.test_decode_threads import living_threads, no_thread_is_left, wait_until  # noqa: F401  a fixture
+from tests.recipes.datasets.images.test_decode_threads import living_threads, no_thread_is_left, wait_until  # noqa: F401  a fixture
 
 
 def test_threads_are_not_started_before_the_first_batch_is_asked_for():

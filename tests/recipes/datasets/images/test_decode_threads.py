@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.data.images import decode_threads
-from lightning_hybrid.data.images.decode_threads import ThreadedBatches
-from lightning_hybrid.data.images.host_buffers import HostBuffers
+from recipes.datasets.images import decode_threads
+from recipes.datasets.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.host_buffers import HostBuffers
 
 LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
@@ -222,7 +222,7 @@ IN_A_PROGRAM = """
 import atexit, os, sys, threading
 atexit.register(lambda: print("at the end", threading.active_count() - 1))  # first in, last out
 import numpy as np, torch
-from lightning_hybrid.data.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.decode_threads import ThreadedBatches
 
 def load(index, row):
     return 0

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from lightning_hybrid.data.images import folder as folder_module
-from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes, num_images_up_to
-from tests.data.images.pictures import image_of, write_split
+from recipes.datasets.images import folder as folder_module
+from recipes.datasets.images.folder import ImageFolder, check_root, check_same_classes, num_images_up_to
+from tests.recipes.datasets.images.pictures import image_of, write_split
 
 
 @pytest.fixture

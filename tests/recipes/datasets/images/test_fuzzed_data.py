@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.data.images import crops
-from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
-from lightning_hybrid.data.images.decode import DECODERS, MAX_PIXELS, CorruptImageError, decode_rgb, simplejpeg
-from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages
-from tests.data.images.pictures import encoded, image_of, packed, pixels_of, write_root
+from recipes.datasets.images import crops
+from recipes.datasets.images.crops import EvalCrop, TrainCrop
+from recipes.datasets.images.decode import DECODERS, MAX_PIXELS, CorruptImageError, decode_rgb, simplejpeg
+from recipes.datasets.images.shards import INDEX_NAME, ShardedImages
+from tests.recipes.datasets.images.pictures import encoded, image_of, packed, pixels_of, write_root
 
 INSTALLED = [name for name in DECODERS if name == "pillow" or simplejpeg is not None]
 
