@@ -1,0 +1,1 @@
+"""Estimates behind the reports: memory of a rank, failures, schedules of pipelines, fewer bits between nodes."""
