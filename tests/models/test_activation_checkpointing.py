@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hybrid.models.activation_checkpointing import checkpointed, run_stages
+from lightning_hybrid.models.activation_checkpointing import checkpointed
 from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.conv_stages import run_stages
 from recipes.networks.resnet import ResNet
 
 NETWORKS = {

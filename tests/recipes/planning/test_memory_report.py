@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import forward_flops_per_image
 from lightning_hybrid.planning.cost import Link
 from recipes.networks.alexnet import AlexNetBN
+from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import blocks_of

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.models import peak_flops_per_s
-from lightning_hybrid.models.peak_flops import PEAKS
+from recipes.networks.peak_flops import PEAKS, peak_flops_per_s
 
 
 @pytest.mark.parametrize(
