@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import EpochOrder
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.benchmarks.input_baselines import dali_batches, dataloader_batches
@@ -29,6 +28,7 @@ from recipes.datasets.images.datamodule import share_of_cores
 from recipes.datasets.images.folder import ImageFolder
 from recipes.datasets.images.imagenet import open_images
 from recipes.datasets.images.loader import BatchFiller, DecodeThreads, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
 from recipes.datasets.images.source import DecodedImages, RowSource
 from recipes.datasets.packing import Packing
 from recipes.datasets.synthetic import StoredRows

@@ -21,10 +21,11 @@ from lightning_hybrid.planning.plan_search import (
     Candidate,
     chosen,
 )
-from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps
 from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
 from recipes.planning.estimates.failures import Failures
+from recipes.planning.estimates.step_trace import to_trace
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, schedule_panel, what_pays

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
 from recipes.datasets.images.loader import ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
 from recipes.datasets.in_memory.loader import TrainLoader
 
 CPU = torch.device("cpu")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
 from recipes.datasets.images.crops import EvalCrop, TrainCrop
 from recipes.datasets.images.datamodule import ImageDataModule
 from recipes.datasets.images.decode import check_decoder, default_decoder
@@ -18,6 +17,7 @@ from recipes.datasets.images.folder import (
     num_images_up_to,
 )
 from recipes.datasets.images.loader import BatchFiller
+from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from recipes.datasets.images.shards import ShardedImages, holds_shards, packed_classes
 from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
 

@@ -1,1 +1,1 @@
-"""Estimates behind the reports: memory of a rank, failures, schedules of pipelines, fewer bits between nodes."""
+"""Estimates behind the reports: memory, failures, pipelines, fewer bits between nodes; the timeline of a step."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets import dali
 from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
@@ -19,6 +18,7 @@ from recipes.datasets.images.decode import CorruptImageError, check_decoder, dec
 from recipes.datasets.images.host_buffers import HostBuffers
 from recipes.datasets.images.imagenet import ImageNetDataModule
 from recipes.datasets.images.loader import ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
 from tests import toy
 from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of, write_root
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
 from recipes.datasets.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
+from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
 from tests.recipes.datasets.images.pictures import pixels_of
 
 SIZE = 24
