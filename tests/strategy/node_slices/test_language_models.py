@@ -54,7 +54,7 @@ SEQUENCE_FIRST = partial(Encoder, batch_first=False)
 
 
 class Bert(nn.Module):
-    """The layers of `transformers`, with the head's own bias."""
+    """The layers of `transformers`, with the head's own bias; activations are computed again in backward."""
 
     def __init__(self):
         super().__init__()
@@ -64,6 +64,7 @@ class Bert(nn.Module):
         options |= {"num_attention_heads": NUM_HEADS, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
         options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         self.bert = transformers.BertForMaskedLM(transformers.BertConfig(**options, initializer_range=0.1))
+        self.bert.activation_checkpointing_enable()
 
     @property
     def decoder(self):
