@@ -37,6 +37,7 @@ from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
     Comm,
+    Elastic,
     LocalSteps,
     Mean,
     Report,
@@ -67,6 +68,8 @@ class CommSetup:
         self.engine_options: dict[str, Any] = {}
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
+        self.elastic: Elastic | None = None
+        self._keep: Callable[..., Any] | None = None
         self._tuning: FitTuning | None = None
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
@@ -85,12 +88,16 @@ class CommSetup:
         shard_update: Any = "off",
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[..., Any]] | None = None,
+        elastic: Elastic | None = None,
     ) -> dict[str, Any]:
         """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
         require_value("comm", comm, (Comm,), 'Comm(tune="off")')
         require_value("report", report, (Report,), 'Report(trace_dir="traces")')
+        if elastic is not None:
+            require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
+        self.elastic = elastic
         for_ddp = dict(ddp_kwargs)
         if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
             if comm.bucket_bytes is not None:
@@ -125,13 +132,15 @@ class CommSetup:
         is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
         self.tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
         self.asked = in_options(
-            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions
+            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions, elastic=elastic
         )
         if self._kind is not None:
             self.asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
         refuse_excluded(self.asked)
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
+        if elastic is not None:
+            for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
@@ -152,7 +161,11 @@ class CommSetup:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
         self._rank = rank
-        self.topology = self.topology_of(rank, world_size)
+        if self.elastic is None:
+            self.topology = self.topology_of(rank, world_size)
+        else:  # of all hosts that may come; `rank` and `world_size` are those of one
+            most = world_size * self.elastic.max_hosts
+            self.topology = Topology.from_ranks_per_node(rank=rank, world_size=most, ranks_per_node=world_size)
 
     def find_plan(self, module: nn.Module) -> None:
         """Make the plan for the topology and this module."""
@@ -175,6 +188,11 @@ class CommSetup:
         """Take another plan, and arguments of the engine."""
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
+
+    def wait_for_view(self, keep: Callable[..., Any]) -> None:
+        """Let the engine wait for `enter`; `keep`: of a hook makes one whose futures never raise."""
+        self.engine_options |= {"waits_for_view": True}
+        self._keep = keep
 
     def wrap(self, module: nn.Module, *, device_ids: list[int] | None, **ddp_kwargs: Any) -> DistributedDataParallel:
         """Wrap a module in DDP, with the buckets of the plan."""
@@ -207,7 +225,7 @@ class CommSetup:
     ) -> HookState:
         """Let this engine average what DDP puts into buckets; `parameters`: as in `HookState`, which is returned."""
         state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=parameters)
-        wrapped.register_comm_hook(state, self.bucket_hook)
+        wrapped.register_comm_hook(state, self.bucket_hook if self._keep is None else self._keep(self.bucket_hook))
         return state
 
     def begin_tuning(self) -> None:

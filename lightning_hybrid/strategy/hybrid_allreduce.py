@@ -33,16 +33,18 @@ from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
-from lightning_hybrid.strategy.factories import made_for
+from lightning_hybrid.strategy.factories import elastic_for, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Elastic, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -65,6 +67,7 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
+        elastic: `Elastic(...)`: the run goes on when a host is lost, and takes in one that comes; None: it does not.
         exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -98,6 +101,7 @@ class HybridAllReduce(_Base):
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         exact_resume: bool = True,
+        elastic: Elastic | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -137,8 +141,10 @@ class HybridAllReduce(_Base):
             shard_update=shard_update,
             report=report,
             extensions=extensions,
+            elastic=elastic,
         )
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
+        self._elastic: ElasticFit | None = None
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
         super().__init__(
@@ -246,7 +252,7 @@ class HybridAllReduce(_Base):
             refuse_slices(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._extensions = made_for(self)
+            self._extensions, self._elastic = made_for(self), elastic_for(self)
             self._loaders.begin(trainer, self.distributed_sampler_kwargs)
         super().setup(trainer)
         if self._failures.engine is not None:
@@ -280,6 +286,8 @@ class HybridAllReduce(_Base):
         self._comm.find_plan(self.model)
         if self._extensions is not None:
             self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+        if self._elastic is not None:
+            self._comm.wait_for_view(self._elastic.hook)
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -308,7 +316,8 @@ class HybridAllReduce(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dtype = None if self._masters is None else self._masters.dtype
-        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype)
+        deal = None if self._elastic is None else self._elastic.deal
+        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype, deal)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -331,12 +340,22 @@ class HybridAllReduce(_Base):
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        if self._extensions is not None:
-            run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
-        outputs = run()
+        if self._elastic is None:
+            outputs = self._step(optimizer, closure, model, **kwargs)
+        else:
+            outputs = self._elastic.step(lambda again: self._step(optimizer, again, model, **kwargs), closure)
         self._comm.after_optimizer_step()
         return outputs
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any) -> Any:
+        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return run() if self._extensions is None else self._extensions.step(optimizer, closure, run, **kwargs)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Train as DDP."""
+        if self._elastic is not None:
+            batch = self._elastic.batch_for(batch, args)
+        return super().training_step(batch, *args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
@@ -359,6 +378,13 @@ class HybridAllReduce(_Base):
         """Wait as DDP; not on a rank that an error ends, as others do not come."""
         if not self._failures.is_alone():
             super().barrier(*args, **kwargs)
+            if self._elastic is not None and args == ("run-stage",) and self._module.trainer.training:
+                self._elastic.enter()  # everything is set up and restored, and the loop has yet to begin
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return super().is_global_zero if self._elastic is None else self._elastic.is_first
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""
@@ -420,7 +446,9 @@ class HybridAllReduce(_Base):
             if self._extensions is not None:
                 self._extensions.end(self._failures.ended_by)
         finally:
-            self._failures.engine = None
+            if self._elastic is not None:
+                self._elastic.leave(self._failures.ended_by)
+            self._elastic = self._failures.engine = None
             try:
                 self._comm.close(self.optimizers)
             finally:

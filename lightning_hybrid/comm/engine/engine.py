@@ -48,6 +48,7 @@ from lightning_hybrid.comm.topology import ReplicaSets, Topology
 if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
+    from lightning_hybrid.comm.engine.view_groups import ViewGroups
 
 # After a failure, how long closing waits for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
@@ -76,6 +77,8 @@ class CommEngine:
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
         compared: further settings that must be equal on all ranks, by name.
+        num_terms: gradients in a sum; None: one of each rank.
+        waits_for_view: whether it takes nothing until `enter`; `topology` is then the largest that may come.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -94,26 +97,38 @@ class CommEngine:
         replicas: ReplicaSets | None = None,
         group: dist.ProcessGroup | None = None,
         compared: Mapping[str, object] | None = None,
+        num_terms: int | None = None,
+        waits_for_view: bool = False,
     ) -> None:
         self.topology = topology
         self.plan = plan
         self.device = device
+        self.num_terms = num_terms or topology.world_size
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
         self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
         self._timeout = timeout
+        self._compared = compared
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
-        self._is_closed = False
+        self._is_closed = waits_for_view
+        self.coder = self._new_coder()
+        fallback = plan.fallback(topology)
+        if fallback is not None and topology.rank == 0:
+            warnings.warn(fallback, stacklevel=2)
+        if not waits_for_view:
+            self._open(replicas=replicas, group=group)
+
+    def _open(
+        self, *, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None, view: ViewGroups | None = None
+    ) -> None:
+        topology, plan, alone, on_cuda = self.topology, self.plan, self.topology.world_size == 1, self._on_cuda
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
-        fallback = plan.fallback(topology)
-        if fallback is not None and topology.rank == 0:
-            warnings.warn(fallback, stacklevel=2)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
-        alone, on_cuda = topology.world_size == 1, self._on_cuda
-        found = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group, compared)
+        across, compared = self.dtype_across_nodes, self._compared
+        found = ("", [], []) if alone else compare_plans(plan, topology, self.device, across, group, compared)
         token, hosts, addresses = found
         self._watchdog = Watchdog(
             store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
@@ -122,15 +137,31 @@ class CommEngine:
             watched=self._latch,
             hosts=hosts,
             addresses=addresses,
-            give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
-        )
-        self.coder = self._new_coder()
-        dtype = None if isinstance(dtype_across_nodes, Codec) else dtype_across_nodes
+            give_up_after_s=GIVE_UP_AT * self._timeout.total_seconds() if on_cuda else None,
+        ) if view is None else view.watch(self._latch)
+        dtype = None if isinstance(across, Codec) else across
         self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
-        self._groups = CommGroups(topology=replicas or topology, timeout=timeout, share=on_cuda)
+        self._groups = view or CommGroups(topology=replicas or topology, timeout=self._timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
+
+    def enter(self, view: ViewGroups) -> None:
+        """Sum over the ranks of a view from now on; closed before. Collective among them.
+
+        Raises:
+            ValueError: on every rank, if plans differ.
+            RuntimeError: a rank is lost meanwhile.
+        """
+        self.topology = view.topology
+        self._open(group=view.world, view=view)
+        self._is_closed = False
+
+    def cut(self, reason: str) -> None:
+        """End what is in flight in a view, for `reason`, and free whoever waits in its groups; from any thread."""
+        if not self._is_closed:
+            self._latch.trip(reason)
+            self._groups.cut()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
         # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
@@ -348,13 +379,16 @@ class CommEngine:
         failure = self.failure
         return str(error) if failure in str(error) else f"{failure} Seen here as {type(error).__name__}: {error}"
 
-    def close(self) -> None:
-        """End the threads and free the groups; healthy, after what is in flight. May be called again."""
+    def close(self) -> list[str]:
+        """End the threads and free the groups; healthy, after what is in flight. May be called again.
+
+        Returns the stages that would not end.
+        """
         # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
         # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:
             if self._is_closed:
-                return
+                return []
             self._is_closed = True
         healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
@@ -372,6 +406,7 @@ class CommEngine:
                 "their process groups are left as they are",
                 stacklevel=2,
             )
+        return stuck
 
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()
