@@ -29,6 +29,7 @@ from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
 from lightning_hybrid.comm.membership.view import View
+from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.pipeline.microbatches import Muting, random_state, single_metrics
 from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
@@ -266,18 +267,18 @@ class ElasticFit:
 
     def _attempt(self, closure: Callable[[], Any] | None) -> Any:
         strategy, shards, outputs = self._strategy, self._shards, None
-        with self._drawing(shards[0]):
-            strategy.model.require_backward_grad_sync = len(shards) == 1
-            if closure is not None:
+        strategy.model.require_backward_grad_sync = len(shards) == 1
+        if closure is None:
+            self._drop_gradients()
+            self._run(shards[0])
+        else:
+            with self._drawing(shards[0]):
                 outputs = closure()
-            else:
-                self._drop_gradients()
-                self._run(shards[0])
         after_first = [buffer.clone() for buffer in self._module.buffers()] if len(shards) > 1 else []
         assert self._muting is not None
         for shard in shards[1:]:
             strategy.model.require_backward_grad_sync = shard == shards[-1]
-            with self._drawing(shard), self._muting.muted():
+            with self._muting.muted():
                 self._run(shard)
         strategy.model.require_backward_grad_sync = True
         with torch.no_grad():
@@ -307,13 +308,17 @@ class ElasticFit:
             self._note(error)
 
     def _run(self, shard: int) -> None:
-        strategy = self._strategy
+        # As Lightning's closure runs the first shard.
+        strategy, trainer = self._strategy, self._module.trainer
+        batch = self._batch_of(shard)  # before random numbers are those of the shard: a loader may draw as it starts
         self._is_running_shard = True
         try:
-            output = strategy.training_step(self._batch_of(shard), *self._rest)
+            with self._drawing(shard):
+                output = _call_hook()(trainer, "training_step", batch, *self._rest)
+                loss = output["loss"] if isinstance(output, dict) else output
+                _call_hook()(trainer, "backward", loss, strategy.optimizers[0])
         finally:
             self._is_running_shard = False
-        strategy.backward(output["loss"] if isinstance(output, dict) else output, strategy.optimizers[0])
 
     def _batch_of(self, shard: int) -> Any:
         assert self._loader is not None
@@ -452,6 +457,10 @@ def _broadcast(data: bytes, group: dist.ProcessGroup, *, source: int) -> bytes:
 
 def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != name}
+
+
+def _call_hook() -> Callable[..., Any]:
+    return lightning_function("pytorch.trainer.call._call_strategy_hook")
 
 
 def _host_id() -> str:
