@@ -40,7 +40,9 @@ class ViewChange:
         self.hosts: list[str] = []
         self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
         self.top = -1  # greatest number heard of
-        self.promised = -1  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
+        self.promised = (
+            -1
+        )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
         self.lost: dict[str, str] = {}
         self.lobby: list[str] = []
         self.is_over = False
@@ -68,7 +70,11 @@ class ViewChange:
 
     def join(self, host: str) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
-        if host not in self.lobby and host not in self.candidates() and host not in self.lost:
+        if host in self.candidates():
+            return
+        if self.lost.get(host) == "silent":
+            del self.lost[host]
+        if host not in self.lobby and host not in self.lost:
             self.lobby.append(host)
             self._admit()
             self._advance()
@@ -95,6 +101,11 @@ class ViewChange:
         if host in self.hosts and why:
             self.end_view(why)
         self._advance()
+
+    def leave(self) -> None:
+        """End as planned."""
+        self._send(self.candidates(), kind="bye", why="")
+        self.is_over = True
 
     def end_view(self, why: str) -> None:
         """End the present view, here and elsewhere."""
@@ -140,6 +151,18 @@ class ViewChange:
             else:  # it was, but this host has accepted a later one since
                 self._learn(message["number"], message["hosts"])
         self._advance()
+
+    def waits_for(self) -> str:
+        """Say in words what keeps the next view from being agreed."""
+        if late := set(range(self._ranks_per_host)) - set(self.committed):
+            return f"rank {', '.join(map(str, sorted(late)))} of this host"
+        if not self.run:
+            return "a run to join, or enough hosts to begin one"
+        if not self.is_head():
+            return f"{names_of(self._living()[:1])}, which coordinates"
+        late_hosts = [host for host in self._living() if host not in self.readies]
+        late_hosts = late_hosts or [h for h in self.proposal.get("next", []) if h not in (*self.accepts, self.me)]
+        return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +289,7 @@ class ViewChange:
         waiting = self.proposal["next"] if self.proposal else self._admissible(kept)
         joining = [host for host in waiting if host in self.lobby][: self._max_hosts - len(kept)]
         if len(kept) + len(joining) < self._min_hosts:
+            self.proposal = {}  # whoever comes next is for the next one
             return
         wanted = {**self._state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
@@ -273,26 +297,41 @@ class ViewChange:
                 self.wants_store = True
                 return
             self.promised = self.top = self.top + 1
-            self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)}, []
+            self.proposal, self.accepts = (
+                {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)},
+                [],
+            )
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
-            self._exclude([host for host in self.candidates() if host not in wanted["next"]], self.promised, wanted["next"])
+            self._exclude(
+                [host for host in self.candidates() if host not in wanted["next"]], self.promised, wanted["next"]
+            )
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
             self._install(self.proposal)
 
     def _payload(self, kept: list[str], joining: list[str]) -> Message:
         ranks = members_of(kept, self._ranks_per_host)
-        steps = dict(zip((rank.id for rank in ranks), (n for h in kept for n in self.readies[h]["committed"]), strict=True))
+        steps = dict(
+            zip((rank.id for rank in ranks), (n for h in kept for n in self.readies[h]["committed"]), strict=True)
+        )
         target = max(steps.values())
         ahead = [rank for rank in ranks if steps[rank.id] == target]
         donors = [
-            next((rank.id for rank in ahead if rank.local == local), ahead[0].id) for local in range(self._ranks_per_host)
+            next((rank.id for rank in ahead if rank.local == local), ahead[0].id)
+            for local in range(self._ranks_per_host)
         ]
         # In the first meeting all come alike; later, who joins has nothing.
         late = [rank.id for rank in members_of(joining, self._ranks_per_host)] if self.hosts else []
         behind = [rank.id for rank in ranks if steps[rank.id] < target] + late
         reasons = self.reasons + ([f"{names_of(joining)} joins"] if joining and self.hosts else [])
-        return {"lost": {}, "store": self.store, "target": target, "donors": donors, "behind": behind, "reasons": reasons}
+        return {
+            "lost": {},
+            "store": self.store,
+            "target": target,
+            "donors": donors,
+            "behind": behind,
+            "reasons": reasons,
+        }
 
     def _may_go_on(self, kept: list[str], hosts: list[str]) -> bool:
         if all(self.lost.get(host) in FOR_SURE for host in hosts if host not in kept):
@@ -310,7 +349,9 @@ class ViewChange:
         self.has_ended, self.has_had_view = False, True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
-            self.end_view(" and ".join([f"{name_of(host)} went" for host in self.lost] or ["a host went"]) + " meanwhile")
+            self.end_view(
+                " and ".join([f"{name_of(host)} went" for host in self.lost] or ["a host went"]) + " meanwhile"
+            )
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:

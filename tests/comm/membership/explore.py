@@ -71,7 +71,11 @@ class Explorer:
     def _dump(self, machine: ViewChange) -> bytes:
         machine.reasons = []  # words change nothing
         return marshal.dumps(
-            {name: dict(sorted(value.items())) if isinstance(value, dict) else value for name, value in vars(machine).items()}, 2
+            {
+                name: dict(sorted(value.items())) if isinstance(value, dict) else value
+                for name, value in vars(machine).items()
+            },
+            2,
         )
 
     def _apply(self, index: int, state: bytes, name: str, *args) -> tuple[bytes, list]:
@@ -111,7 +115,12 @@ class Explorer:
         steps = tuple(self.steps.get(letter, (0,) * self.ranks) for letter in self.hosts + self.joiners)
         installed = () if self.is_founding else ((0, tuple(self.keys[: len(self.hosts)])),)
         return World(
-            tuple(nodes), steps, ("lives",) * self.n, ((),) * self.n**2, installed=installed, budget=tuple(sorted(self.budget.items()))
+            tuple(nodes),
+            steps,
+            ("lives",) * self.n,
+            ((),) * self.n**2,
+            installed=installed,
+            budget=tuple(sorted(self.budget.items())),
         )
 
     def do(self, world: World, index: int, name: str, *args) -> World:
@@ -139,7 +148,12 @@ class Explorer:
                 for other in range(self.n):
                     channels[other * self.n + index] = ()
         return replace(
-            world, nodes=tuple(nodes), channels=tuple(channels), steps=tuple(steps), status=tuple(status), installed=installed
+            world,
+            nodes=tuple(nodes),
+            channels=tuple(channels),
+            steps=tuple(steps),
+            status=tuple(status),
+            installed=installed,
         )
 
     def _check_view(self, view: dict, world: World) -> None:
@@ -150,7 +164,12 @@ class Explorer:
             raise WrongError(f"target {view['target']} of {steps}")
         if any(steps.get(donor) != view["target"] for donor in view["donors"]):
             raise WrongError(f"donors {view['donors']} of {steps}")
-        late = {f"{host}/{local}" for host in view["next"] if view["hosts"] and host not in view["hosts"] for local in range(self.ranks)}
+        late = {
+            f"{host}/{local}"
+            for host in view["next"]
+            if view["hosts"] and host not in view["hosts"]
+            for local in range(self.ranks)
+        }
         if not ({rank for rank, n in steps.items() if n < view["target"]} | late) <= set(view["behind"]):
             raise WrongError(f"behind {view['behind']} of {steps}")
 
@@ -180,7 +199,11 @@ class Explorer:
                         yield f"{i}.{local} comes", self.do(world, i, "come", local, world.steps[i][local])
             watched = machine.candidates() if machine.run else []
             for j, key in enumerate(self.keys):
-                is_silent = frozenset((i, j)) in world.cut or world.status[j] == "isolated" and not world.channels[j * self.n + i]
+                is_silent = (
+                    frozenset((i, j)) in world.cut
+                    or world.status[j] == "isolated"
+                    and not world.channels[j * self.n + i]
+                )
                 if i != j and is_silent and key in [*watched, *machine.lobby] and key not in machine.lost:
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
             if not machine.run and not self.is_founding:  # asks for the run, and is sent to who coordinates
@@ -207,11 +230,16 @@ class Explorer:
                         channels[i * self.n + j] = (*queue[:count], FIN) if is_heard else ()
                         channels[j * self.n + i] = ()
                     status = tuple("dead" if j == i else each for j, each in enumerate(world.status))
-                    yield f"kill {i} {kept}", replace(world, channels=tuple(channels), status=status, budget=spend("kill"))
+                    yield (
+                        f"kill {i} {kept}",
+                        replace(world, channels=tuple(channels), status=status, budget=spend("kill")),
+                    )
         if budget.get("cut"):
-            ends = [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living] if self.cut_whole else [
-                [frozenset((i, j))] for i in living for j in living if i < j
-            ]
+            ends = (
+                [[frozenset((i, j)) for j in range(self.n) if j != i] for i in living]
+                if self.cut_whole
+                else [[frozenset((i, j))] for i in living for j in living if i < j]
+            )
             for pairs in ends:
                 channels = list(world.channels)
                 for pair in pairs:
