@@ -1,0 +1,377 @@
+"""The change from one view to the next as a state machine: words and losses in, words out; no socket, clock or thread.
+
+One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal that may
+have been installed somewhere counts as one until it is known better, so that a new one needs the votes of its hosts too
+(Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_hybrid.comm.membership.view import is_arbiter, members_of, name_of, names_of
+
+Message = dict[str, Any]
+
+# Without a word of it: dead, or said goodbye. It votes nowhere any more. "silent" may be a cut link.
+FOR_SURE = ("closed", "left")
+
+
+class ViewChange:
+    """What one host knows of a run, and what it does about it.
+
+    Args:
+        me: key of this host.
+        ranks_per_host, min_hosts, max_hosts: of the run.
+
+    Attributes:
+        out: what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
+            `("isolated", why)`. Its reader empties it.
+        wants_store: whether the next view waits for `give_store`.
+    """
+
+    def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
+        self.me = me
+        self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
+        self.out: list[tuple[Any, ...]] = []
+        self.run = ""  # none yet: this host waits in the lobby of another
+        self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
+        self.hosts: list[str] = []
+        self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
+        self.top = -1  # greatest number heard of
+        self.promised = (
+            -1
+        )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
+        self.lost: dict[str, str] = {}
+        self.lobby: list[str] = []
+        self.is_over = False
+        self.has_had_view = False
+        self.has_ended = True  # the present view, if any
+        self._clear()
+
+    def _clear(self) -> None:
+        self.committed: dict[int, int] = {}  # by local rank, of those that came to the change
+        self.readies: dict[str, Message] = {}
+        self.offers: dict[str, Message] = {}
+        self.accepted: Message = {}
+        self.proposal: Message = {}
+        self.accepts: list[str] = []
+        self.reasons: list[str] = []
+        self.store = ""
+        self.wants_store = False
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def form(self, run: str) -> None:
+        """Found a run, with a name that no other has, of this host and those in its lobby."""
+        self.run = self.run or run
+        self._advance()
+
+    def join(self, host: str) -> None:
+        """Take a host into the lobby, which can be reached and waits for a view."""
+        if host in self.candidates():
+            return
+        if self.lost.get(host) == "silent":
+            del self.lost[host]
+        if host not in self.lobby and host not in self.lost:
+            self.lobby.append(host)
+            self._admit()
+            self._advance()
+
+    def come(self, local: int, committed: int) -> None:
+        """Note that a rank of this host has come to the change, with its number of committed steps."""
+        self.committed[local] = committed
+        if not self.has_ended:
+            self.end_view(f"a sum broke on host {name_of(self.me)}")
+        self._advance()
+
+    def give_store(self, address: str) -> None:
+        """Take the store of the next view."""
+        self.store, self.wants_store = address, False
+        self._advance()
+
+    def lose(self, host: str, how: str, why: str) -> None:
+        """Note that a host is gone: `closed`, `left` (as planned, or isolated) or `silent`."""
+        if host == self.me or self.lost.get(host) in (how, *FOR_SURE):
+            return
+        self.lost[host] = how
+        if host in self.lobby:
+            self.lobby.remove(host)
+        if host in self.hosts and why:
+            self.end_view(why)
+        self._advance()
+
+    def leave(self) -> None:
+        """End as planned."""
+        self._send(self.candidates(), kind="bye", why="")
+        self.is_over = True
+
+    def end_view(self, why: str) -> None:
+        """End the present view, here and elsewhere."""
+        if self.is_over or (self.has_ended and not self.hosts):
+            return
+        if why not in self.reasons:
+            self.reasons.append(why)
+        if not self.has_ended:
+            self.has_ended = True
+            self.out.append(("change", why))
+            self._send(self.hosts, kind="stop", number=self.number, why=why)
+
+    def receive(self, sender: str, message: Message) -> None:
+        """Take a message of another host."""
+        kind = message["kind"]
+        if self.is_over or self.lost.get(sender) in FOR_SURE:
+            return
+        if kind == "bye":
+            self.lose(sender, "left", message["why"])
+        elif kind == "propose" and not self.run:
+            self.offers[sender] = message
+        elif message["run"] != self.run and (self.run or kind != "ready"):
+            if kind in ("propose", "ready"):  # this host has found another run meanwhile
+                self._send([sender], kind="bye", why="")
+        elif kind == "excluded" and message["number"] > self.number:
+            self._isolate(f"{names_of(message['hosts'])} go on without this host: {message['why']}")
+        elif kind == "stop" and message["number"] == self.number:
+            self.end_view(message["why"])
+        elif kind in ("ready", "propose") and self._concerns(sender, message):
+            self._merge(message)
+            if message["number"] == self.number and not self.is_over:
+                if kind == "ready":
+                    self.readies[sender] = message
+                    if not self.has_ended:
+                        self.end_view(f"host {name_of(sender)} has ended it")
+                else:
+                    self.offers[sender] = message
+        elif kind == "accept" and self.proposal and message["number"] == self.proposal["to"]:
+            self.accepts = sorted({*self.accepts, sender})
+        elif kind == "install" and message["number"] > self.number:
+            if self.accepted and self.accepted["to"] == message["number"] == self.promised:
+                self._install(self.accepted)
+            else:  # it was, but this host has accepted a later one since
+                self._learn(message["number"], message["hosts"])
+        self._advance()
+
+    def waits_for(self) -> str:
+        """Say in words what keeps the next view from being agreed."""
+        if late := set(range(self._ranks_per_host)) - set(self.committed):
+            return f"rank {', '.join(map(str, sorted(late)))} of this host"
+        if not self.run:
+            return "a run to join, or enough hosts to begin one"
+        if not self.is_head():
+            return f"{names_of(self._living()[:1])}, which coordinates"
+        late_hosts = [host for host in self._living() if host not in self.readies]
+        late_hosts = late_hosts or [h for h in self.proposal.get("next", []) if h not in (*self.accepts, self.me)]
+        return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
+
+    # ---- knowledge ---------------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[str]:
+        """Return who may be in the present view, in order of entry."""
+        later = (host for key in sorted(self.attempts) for host in self.attempts[key])
+        return list(dict.fromkeys([*self.hosts, *later, self.me]))
+
+    def _living(self) -> list[str]:
+        return [host for host in self.candidates() if host not in self.lost]
+
+    def is_head(self) -> bool:
+        """Return whether this host coordinates."""
+        return bool(self.run) and self._living()[0] == self.me
+
+    def head(self) -> str | None:
+        """Return the host that coordinates, as far as known here."""
+        return self._living()[0] if self.run else None
+
+    def _concerns(self, sender: str, message: Message) -> bool:
+        """Whether the sender is one of the run, as far as this host and the sender know."""
+        if sender in self.candidates() or any(
+            self.me in hosts and sender in hosts and number > self.number for number, _, hosts in message["attempts"]
+        ):
+            self.run = self.run or message["run"]
+            return True
+        if message["number"] < self.number and self.has_had_view:
+            self._exclude([sender], self.number, self.hosts)
+        return False
+
+    def _merge(self, message: Message) -> None:
+        self._learn(message["number"], message["hosts"])
+        for number, proposer, hosts in message["attempts"]:
+            if number > self.number and proposer != self.me:  # one's own is void until one has installed it
+                self.attempts[number, proposer] = hosts
+                self.top = max(self.top, number)
+        for host, how in message["lost"].items():
+            if how in FOR_SURE:
+                self.lose(host, how, f"host {name_of(host)} is lost")
+
+    def _learn(self, number: int, hosts: list[str]) -> None:
+        """Note that a view was installed, by whomever."""
+        if number <= self.number:
+            return
+        if self.me not in hosts and (self.hosts or self.attempts):
+            self._isolate(f"{names_of(hosts)} go on without this host")
+            return
+        self.number, self.hosts, self.top = number, hosts, max(self.top, number)
+        self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
+        self.readies = {}  # of an earlier change
+
+    def _ready(self) -> Message:
+        committed = [self.committed[local] for local in range(self._ranks_per_host)]
+        if self.hosts and not self.has_had_view:  # it joins: what it has is not of this run
+            committed = [-1] * self._ranks_per_host
+        known = self.candidates()
+        return {
+            "kind": "ready",
+            **self._state(),
+            "lost": {host: self.lost[host] for host in sorted(self.lost) if host in known},
+            "committed": committed,
+        }
+
+    def _state(self) -> Message:
+        attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
+        return {"run": self.run, "number": self.number, "hosts": self.hosts, "attempts": attempts}
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self.is_over or len(self.committed) < self._ranks_per_host:
+            return
+        if not self.run:
+            for sender, offer in list(self.offers.items()):
+                if sender not in self.lost and not self.run:
+                    self.run = offer["run"]
+                    self._merge(offer)
+                    self._accept(sender)
+            return
+        before, ready = self.readies.get(self.me), self._ready()
+        self.readies[self.me] = ready
+        if before is None or before["lost"] != ready["lost"]:
+            self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
+        if not self.is_head():
+            self._accept(self._living()[0])
+        elif all(host in self.readies for host in self._living()):
+            self._propose()
+
+    def _accept(self, head: str) -> None:
+        offer = self.offers.pop(head, None)
+        if offer is None:
+            return
+        is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
+        # What its proposer has left out of its own attempts is void; of those of others it must have heard.
+        heard = {(number, proposer) for number, proposer, _ in offer["attempts"]}
+        heard |= {key for key in self.attempts if key[1] == head}
+        if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
+            self._send([head], **self._ready())  # from which it learns what to propose
+            return
+        before = self.candidates()
+        self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
+        self.attempts[offer["to"], head] = offer["next"]
+        self.promised, self.top, self.accepted = offer["to"], max(self.top, offer["to"]), offer
+        # Now, not when it is installed: whoever is left out must hear of it before it can see the others end.
+        self._exclude([host for host in before if host not in offer["next"]], offer["to"], offer["next"])
+        self._send([head], kind="accept", number=offer["to"])
+        self._advance()
+
+    def _propose(self) -> None:
+        kept: list[str] = []
+        for host in self._living():  # where two do not hear each other, the later goes
+            if not any(a in self.readies[b]["lost"] for one in kept for a, b in ((host, one), (one, host))):
+                kept.append(host)
+        for hosts in [self.hosts, *self.attempts.values()]:
+            if not self._may_go_on(kept, hosts):
+                silent = [host for host in hosts if host not in kept]
+                self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
+                return
+        best = max(max(self.readies[host]["committed"]) for host in kept)
+        if best < 0 and self.hosts:
+            self._isolate("no host is left that has the state of the run")
+            return
+        # Who waits in the lobby comes in with the next proposal, not in the middle of one.
+        waiting = self.proposal["next"] if self.proposal else self._admissible(kept)
+        joining = [host for host in waiting if host in self.lobby][: self._max_hosts - len(kept)]
+        if len(kept) + len(joining) < self._min_hosts:
+            self.proposal = {}  # whoever comes next is for the next one
+            return
+        wanted = {**self._state(), "next": kept + joining}
+        if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
+            if not self.store:
+                self.wants_store = True
+                return
+            self.promised = self.top = self.top + 1
+            self.proposal, self.accepts = (
+                {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)},
+                [],
+            )
+            self._send(wanted["next"], **self.proposal)
+        if {*self.accepts, self.me} >= set(wanted["next"]):
+            self._exclude(
+                [host for host in self.candidates() if host not in wanted["next"]], self.promised, wanted["next"]
+            )
+            self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
+            self._install(self.proposal)
+
+    def _payload(self, kept: list[str], joining: list[str]) -> Message:
+        ranks = members_of(kept, self._ranks_per_host)
+        steps = dict(
+            zip((rank.id for rank in ranks), (n for h in kept for n in self.readies[h]["committed"]), strict=True)
+        )
+        target = max(steps.values())
+        ahead = [rank for rank in ranks if steps[rank.id] == target]
+        donors = [
+            next((rank.id for rank in ahead if rank.local == local), ahead[0].id)
+            for local in range(self._ranks_per_host)
+        ]
+        # In the first meeting all come alike; later, who joins has nothing.
+        late = [rank.id for rank in members_of(joining, self._ranks_per_host)] if self.hosts else []
+        behind = [rank.id for rank in ranks if steps[rank.id] < target] + late
+        reasons = self.reasons + ([f"{names_of(joining)} joins"] if joining and self.hosts else [])
+        return {
+            "lost": {},
+            "store": self.store,
+            "target": target,
+            "donors": donors,
+            "behind": behind,
+            "reasons": reasons,
+        }
+
+    def _may_go_on(self, kept: list[str], hosts: list[str]) -> bool:
+        if all(self.lost.get(host) in FOR_SURE for host in hosts if host not in kept):
+            return True
+        votes = [host for host in hosts if host in kept]
+        half = 2 * len(votes) == len(hosts)
+        return 2 * len(votes) > len(hosts) or (half and any(map(is_arbiter, votes)))
+
+    def _install(self, proposal: Message) -> None:
+        self._clear()
+        self.number, self.hosts = proposal["to"], proposal["next"]
+        self.attempts = {key: hosts for key, hosts in self.attempts.items() if key[0] > self.number}
+        self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
+        self.lobby = [host for host in self.lobby if host not in self.hosts]
+        self.has_ended, self.has_had_view = False, True
+        self.out.append(("view", proposal))
+        if self.lost or self.attempts:  # attempts: others have seen a loss already
+            self.end_view(
+                " and ".join([f"{name_of(host)} went" for host in self.lost] or ["a host went"]) + " meanwhile"
+            )
+        self._admit()
+
+    def _admissible(self, hosts: Iterable[str]) -> list[str]:
+        names = {name_of(host) for host in hosts}
+        return [host for host in self.lobby if name_of(host) not in names]
+
+    def _admit(self) -> None:
+        """End the view where a host waits and a place is free."""
+        living = self._living()
+        if self.hosts and self.is_head() and len(living) < self._max_hosts and (new := self._admissible(living)):
+            self.end_view(f"{names_of(new)} joins")
+
+    def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
+        self._send(hosts, kind="excluded", number=number, hosts=others, why="they did not hear it, or not in time")
+
+    def _isolate(self, why: str) -> None:
+        self._send(self.candidates(), kind="bye", why=f"host {name_of(self.me)} is isolated")
+        self.is_over = True
+        self.out.append(("isolated", why))
+
+    def _send(self, to: list[str], /, **message: Any) -> None:
+        message.setdefault("run", self.run)
+        self.out += [("send", host, message) for host in to if host != self.me]
