@@ -176,7 +176,13 @@ there is nothing to try. Leave `strategy.comm.tune` out, or take `Mean` between 
 
 
 def in_options(
-    between_nodes: BetweenNodes, comm: Comm, *, shard_update: str, for_ddp: Mapping[str, Any], extensions: Any = None, elastic: Any = None
+    between_nodes: BetweenNodes,
+    comm: Comm,
+    *,
+    shard_update: str,
+    for_ddp: Mapping[str, Any],
+    extensions: Any = None,
+    elastic: Any = None,
 ) -> dict[str, str]:
     """Return what options ask for."""
     between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire

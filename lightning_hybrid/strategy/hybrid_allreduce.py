@@ -43,11 +43,11 @@ from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
+
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
@@ -317,7 +317,9 @@ class HybridAllReduce(_Base):
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dtype = None if self._masters is None else self._masters.dtype
         deal = None if self._elastic is None else self._elastic.deal
-        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype, deal)
+        return self._loaders.process(
+            super().process_dataloader(dataloader), self._module, self.root_device, dtype, deal
+        )
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -389,6 +391,21 @@ class HybridAllReduce(_Base):
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""
         return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP; in an elastic step what is logged is added up at its end."""
+        if self._elastic is not None and self._elastic.is_in_attempt:
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather as DDP; not in an elastic step, whose ranks change."""
+        if self._elastic is not None and self._elastic.is_in_attempt:
+            raise RuntimeError(
+                "`all_gather` cannot be called in `training_step` with `elastic`: a rank may have several shards of a "
+                "step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
+            )
+        return super().all_gather(tensor, *args, **kwargs)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

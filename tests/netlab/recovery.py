@@ -20,7 +20,8 @@ import signal
 import socket
 import statistics
 import time
-from functools import partial
+from functools import partial, partialmethod
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             torch.manual_seed(0)
             width = options["width"]
             self.layers = nn.Sequential(
-                nn.Flatten(), nn.Linear(256, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width)
+                nn.Flatten(),
+                nn.Linear(256, width),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+                nn.Linear(width, width),
             )
             self.head = nn.Linear(width, 10)
 
@@ -104,12 +110,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     num_hosts, meet = options["hosts"], options["meet"]
     strategy = HybridAllReduceStrategy(
-        elastic=Elastic(max_hosts=num_hosts, min_hosts=part.get("min_hosts", 1), meet=meet, silent_s=options["silent_s"]),
+        elastic=Elastic(
+            max_hosts=num_hosts, min_hosts=part.get("min_hosts", 1), meet=meet, silent_s=options["silent_s"]
+        ),
         between_nodes=Mean(dtype="int8" if "int8" in options["with"] else None),
         shard_update="node" if "shard_update" in options["with"] else "off",
     )
     if (host, local) == ("a", options["ranks"] - 1):
-        strategy._comm.bucket_hook = partial(_late, folder, strategy, strategy._comm.bucket_hook)
+        elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -135,16 +143,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     note(event="end", step=trainer.global_step)
 
 
-def _late(folder: Path, strategy: Any, average: Any, state: Any, bucket: Any) -> Any:
-    # The last rank of the first host has its last sum, and waits until a host is lost: others have stepped by then.
-    future = average(state, bucket)
-    if bucket.is_last() and (folder / "split").exists():
-        future.wait()
+def _late(fit: Any, is_whole: Any, folder: Path) -> bool:
+    # The last rank of the first host has all sums, and waits until a host is lost: others have stepped by then.
+    if (folder / "split").exists():
         (folder / "split").rename(folder / "split_now")
         ends_s = time.monotonic() + 10
-        while not strategy._elastic._ended and time.monotonic() < ends_s:
+        while not fit._ended and time.monotonic() < ends_s:
             time.sleep(0.002)
-    return future
+    return bool(is_whole(fit))
 
 
 class Hosts:
@@ -209,9 +215,9 @@ class Hosts:
         """Return the rows of steps of a host's ranks, by local rank."""
         found: dict[int, list[dict[str, Any]]] = {local: [] for local in range(self._options["ranks"])}
         for row in self.rows:
-            if row["event"] == "step" and row["host"] == host and row["t"] > since_s:
-                if hosts is None or row["hosts"] == hosts:
-                    found[row["local"]].append(row)
+            is_one = row["event"] == "step" and row["host"] == host and row["t"] > since_s
+            if is_one and hosts in (None, row["hosts"]):
+                found[row["local"]].append(row)
         return found
 
 
@@ -236,7 +242,7 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         if kind == "split":
             (run.folder / "split").touch()
             run.wait("a late rank", (run.folder / "split_now").exists)
-            now, local = time.monotonic(), options["ranks"] - 1
+            local = options["ranks"] - 1
             run.wait("one has stepped", lambda: len(run.steps("a")[0]) > len(run.steps("a")[local]), limit_s=5)
             (run.folder / "split_now").unlink()
         number_of = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
@@ -246,7 +252,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             f"loss {number} ({kind} of {lost})",
             lambda: all(all(run.steps(name, since_s=began_s, hosts=num_left).values()) for name in left),
         )
-        after_s = max(rows[0]["t"] for name in left for rows in run.steps(name, since_s=began_s, hosts=num_left).values())
+        after_s = max(
+            rows[0]["t"] for name in left for rows in run.steps(name, since_s=began_s, hosts=num_left).values()
+        )
         for name in lost:
             run.end(name)
         joins_s = time.monotonic()
@@ -254,9 +262,10 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             run.start(name)
         run.wait("joined", lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names))
         rows = [row for row in run.steps(left[0])[0] if row["t"] > joins_s]
-        pauses = [later["t"] - row["t"] for row, later in zip(rows, rows[1:], strict=False)]
+        pauses = [later["t"] - row["t"] for row, later in pairwise(rows)]
         losses.append({"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)})
-        print(f"loss {number + 1:2d} {kind:5s} of {','.join(lost)}: {losses[-1]['seconds']:.2f} s; join: others wait {max(pauses):.2f} s", flush=True)
+        seconds = f"{losses[-1]['seconds']:.2f} s; join: others wait {max(pauses):.2f} s"
+        print(f"loss {number + 1:2d} {kind:5s} of {','.join(lost)}: {seconds}", flush=True)
     run.look()
     for name in names:
         run.end(name)
@@ -282,13 +291,17 @@ def reference(options: dict[str, Any], folder: Path, parts: list[tuple[int, int,
     """Run each part by as many hosts, from a checkpoint of the part before; return the digest of each step."""
     digests: dict[int, str] = {}
     checkpoint = None
-    for number, (first, end, hosts) in enumerate(parts):
+    for number, (_, end, hosts) in enumerate(parts):
         to = str(folder / f"part_{number}.ckpt")
-        run = Hosts(options, folder / f"part_{number}", {"end": end, "from": checkpoint, "to": to, "min_hosts": hosts, "wait_s": 0.3})
+        run = Hosts(
+            options,
+            folder / f"part_{number}",
+            {"end": end, "from": checkpoint, "to": to, "min_hosts": hosts, "wait_s": 0.3},
+        )
         names = [chr(ord("a") + place) for place in range(hosts)]
         for name in names:
             run.start(name)
-        run.wait(f"part {number}", lambda: sum(r["event"] == "end" for r in run.rows) == hosts * options["ranks"])  # noqa: B023
+        run.wait(f"part {number}", lambda: sum(r["event"] == "end" for r in run.rows) == hosts * options["ranks"])
         for name in names:
             run.end(name)
         for row in run.rows:
@@ -310,16 +323,28 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
         "losses": len(losses),
         "steps": len({row["step"] for row in steps}),
         "twice_or_missing": sum(made != list(range(made[0], made[0] + len(made))) for made in per_process.values()),
-        "with_two_digests": sum(len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}),
-        "images_per_epoch": sorted({row["images"] for row in run.rows if row["event"] == "epoch" and row["local"] == 0}),
+        "with_two_digests": sum(
+            len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}
+        ),
+        "images_per_epoch": sorted(
+            {row["images"] for row in run.rows if row["event"] == "epoch" and row["local"] == 0}
+        ),
     }
     if wanted is not None:
         found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)
     for kind in KINDS:
         if times := [one["seconds"] for one in losses if one["kind"] == kind]:
-            found[kind] = {"median_s": round(statistics.median(times), 3), "worst_s": round(max(times), 3), "of": len(times)}
+            found[kind] = {
+                "median_s": round(statistics.median(times), 3),
+                "worst_s": round(max(times), 3),
+                "of": len(times),
+            }
     waits = [one["join_wait_s"] for one in losses]
-    found["join_wait"] = {"median_s": round(statistics.median(waits), 3), "worst_s": round(max(waits), 3), "of": len(waits)}
+    found["join_wait"] = {
+        "median_s": round(statistics.median(waits), 3),
+        "worst_s": round(max(waits), 3),
+        "of": len(waits),
+    }
     return found
 
 
@@ -349,11 +374,15 @@ def main() -> None:
     given = parser.parse_args()
     options = vars(given) | {"with": given.with_.split(","), "kinds": given.kinds.split(",")}
     options |= {"out": str(given.out), "silent_s": 2.0, "val_s": 0.02}
-    multiprocessing.set_forkserver_preload(["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"])
+    multiprocessing.set_forkserver_preload(
+        ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
+    )
     run, losses = disturbed(options, given.out / "run")
     wanted = None if given.no_reference else reference(options, given.out / "reference", parts_of(run.rows))
     found = report(run, losses, wanted)
-    (given.out / "recovery.json").write_text(json.dumps({"options": options, "found": found, "losses": losses}, indent=1))
+    (given.out / "recovery.json").write_text(
+        json.dumps({"options": options, "found": found, "losses": losses}, indent=1)
+    )
     print(json.dumps(found, indent=1))
 
 

@@ -119,7 +119,11 @@ class CommEngine:
             self._open(replicas=replicas, group=group)
 
     def _open(
-        self, *, replicas: ReplicaSets | None = None, group: dist.ProcessGroup | None = None, view: ViewGroups | None = None
+        self,
+        *,
+        replicas: ReplicaSets | None = None,
+        group: dist.ProcessGroup | None = None,
+        view: ViewGroups | None = None,
     ) -> None:
         topology, plan, alone, on_cuda = self.topology, self.plan, self.topology.world_size == 1, self._on_cuda
         self._close_limit_s: float | None = None
@@ -130,18 +134,24 @@ class CommEngine:
         across, compared = self.dtype_across_nodes, self._compared
         found = ("", [], []) if alone else compare_plans(plan, topology, self.device, across, group, compared)
         token, hosts, addresses = found
-        self._watchdog = Watchdog(
-            store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            watched=self._latch,
-            hosts=hosts,
-            addresses=addresses,
-            give_up_after_s=GIVE_UP_AT * self._timeout.total_seconds() if on_cuda else None,
-        ) if view is None else view.watch(self._latch)
+        self._watchdog = (
+            Watchdog(
+                store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                watched=self._latch,
+                hosts=hosts,
+                addresses=addresses,
+                give_up_after_s=GIVE_UP_AT * self._timeout.total_seconds() if on_cuda else None,
+            )
+            if view is None
+            else view.watch(self._latch)
+        )
         dtype = None if isinstance(across, Codec) else across
         self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
-        self._groups = view or CommGroups(topology=replicas or topology, timeout=self._timeout, share=on_cuda)
+        self._groups: CommGroups = view or CommGroups(
+            topology=replicas or topology, timeout=self._timeout, share=on_cuda
+        )
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
@@ -153,7 +163,7 @@ class CommEngine:
             ValueError: on every rank, if plans differ.
             RuntimeError: a rank is lost meanwhile.
         """
-        self.topology = view.topology
+        self.topology = view.of_view
         self._open(group=view.world, view=view)
         self._is_closed = False
 

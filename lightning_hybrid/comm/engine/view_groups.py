@@ -1,7 +1,7 @@
 """The groups of a view: of the hosts that an elastic run has now, beside torch's default group, which is one host's.
 
-    made         by members alone, through a store that ends with the view
-    cut          their connections are shut, which frees whoever waits in them; Gloo's own `abort` frees nobody
+made         by members alone, through a store that ends with the view
+cut          their connections are shut, which frees whoever waits in them; Gloo's own `abort` frees nobody
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.topology import Topology
-
 
 # How long one request to the store of a view may take.
 STORE_LIMIT = timedelta(seconds=10)
@@ -42,6 +41,7 @@ class ViewGroups(CommGroups):
         self, *, topology: Topology, store: str, number: int, timeout: timedelta, spared: Callable[[], Set[int]]
     ) -> None:
         super().__init__(topology=topology, timeout=timeout)
+        self.of_view = topology
         self._number, self._spared = number, spared
         self._sockets: dict[int, str] = {}  # by file descriptor, with what it is, as the number may be another's later
         self._before: dict[int, str] | None = None  # while some are made
@@ -68,9 +68,7 @@ class ViewGroups(CommGroups):
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
         with self._making():
-            return [
-                (ranks, self._new_group(ranks, desc) if self.topology.rank in ranks else None) for ranks in missing
-            ]
+            return [(ranks, self._new_group(ranks, desc) if self.topology.rank in ranks else None) for ranks in missing]
 
     @contextmanager
     def _making(self) -> Iterator[None]:
@@ -96,7 +94,7 @@ class ViewGroups(CommGroups):
         # they stand under numbers that no rank has.
         own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
         torch_groups._world.pg_group_ranks[group] = {number: place for place, number in own.items()}
-        return group  # type: ignore[no-any-return]
+        return group
 
     def cut(self) -> None:
         """Shut all connections of the groups and to the store, also of one that is being made; from any thread."""

@@ -142,7 +142,7 @@ class Membership:
             host=host,
             local=local,
             ranks_per_host=ranks_per_host,
-            meet=tuple("{}:{}".format(socket.gethostbyname(ip), port) for ip, port in map(split, meet)),
+            meet=tuple(f"{socket.gethostbyname(ip)}:{port}" for ip, port in map(split, meet)),
             min_hosts=min_hosts,
             max_hosts=max_hosts,
             token=token,

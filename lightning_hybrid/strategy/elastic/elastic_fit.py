@@ -1,8 +1,8 @@
 """One elastic fit on one rank: its view, the attempts of each step, and the state of ranks that are behind.
 
-    optimizer_step      the closure runs again in another view until a sum is whole; nothing after it does
-    attempt             shards of this rank forward and backward -> sums -> buffers of rank zero
-    view ends           sockets are shut, so every wait ends; all meet again, who is behind takes the state of who is not
+optimizer_step      the closure runs again in another view until a sum is whole; nothing after it does
+attempt             shards of this rank forward and backward -> sums -> buffers of rank zero
+view ends           sockets are shut, so every wait ends; all meet again, who is behind takes the state of who is not
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
 from lightning_hybrid.comm.membership.view import View
 from lightning_hybrid.lightning_names import lightning_function
-from lightning_hybrid.pipeline.microbatches import Muting, random_state, single_metrics
+from lightning_hybrid.pipeline.microbatches import random_state
 from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.shard_loader import ShardLoader, shards_of
+from lightning_hybrid.strategy.elastic.step_logs import StepLogs
 from lightning_hybrid.strategy.options import Elastic
 
 # Views in a row in which a step fails although no rank is lost: then the cause is another.
@@ -78,7 +79,7 @@ class ElasticFit:
         self._cause: BaseException | None = None
         self._may_cut = self._sums_apart = False
         self._has_state = True  # of the step `committed`
-        self._muting: Muting | None = None
+        self._logs: StepLogs | None = None  # while a step is attempted
 
     # ---- what it is given ------------------------------------------------------------------------------------------
 
@@ -130,7 +131,6 @@ class ElasticFit:
         self.committed = trainer.global_step
         parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
         self._buckets = flat_buckets(parameters, self._engine.plan.bucket_bytes)
-        self._muting = Muting(self._module)
         layout = [(tuple(one.shape), str(one.dtype)) for one in parameters]
         self._membership = Membership(
             host=_host_id(),
@@ -188,7 +188,7 @@ class ElasticFit:
         self._groups.open()
         self._engine.enter(self._groups)
         self.is_first, self._sums_apart = rank == 0, True
-        rank_zero_only.rank = rank
+        vars(rank_zero_only)["rank"] = rank  # who writes logs
         if self._loader is not None:
             self._loader.use(shards_of(rank, world_size, self.num_shards))
         self._shards = shards_of(rank, world_size, self.num_shards)
@@ -206,7 +206,7 @@ class ElasticFit:
             self._cut()
 
     def _note(self, error: BaseException) -> None:
-        if not comes_from_others(error) and "comm: " not in str(error) or isinstance(error.__cause__, OrderError):  # type: ignore[arg-type]
+        if (not comes_from_others(error) and "comm: " not in str(error)) or isinstance(error.__cause__, OrderError):  # type: ignore[arg-type]
             raise error
         with self._lock:
             self._ended, self._cause = self._ended or str(error), self._cause or error
@@ -234,23 +234,30 @@ class ElasticFit:
         self.committed += 1
         return outputs
 
+    @property
+    def is_in_attempt(self) -> bool:
+        """Whether shards run: what is logged is added up over ranks at their end."""
+        return self._logs is not None
+
     def _whole_sum(self, closure: Callable[[], Any]) -> Any:
-        saved, outputs, is_first = _Saved(self._module), None, True
-        for _ in range(MOST_VIEWS_PER_STEP):
-            if self._ended:
-                saved.restore_buffers()
-                self._close()
-                assert self._membership is not None
-                if self._meet(self._membership.next_view, is_in_step=True):
-                    raise _StepTaken(outputs)
-                saved.restore_logs()
-            self._may_cut = True
-            if is_first:
-                outputs, is_first = self._attempt(closure), False
-            else:
-                self._attempt(None)
-            if self._is_whole():
-                return outputs
+        buffers, outputs, is_first = [buffer.clone() for buffer in self._module.buffers()], None, True
+        self._logs = StepLogs(self._module)
+        try:
+            for _ in range(MOST_VIEWS_PER_STEP):
+                if self._ended:
+                    self._put_buffers(buffers)
+                    self._close()
+                    assert self._membership is not None
+                    if self._meet(self._membership.next_view, is_in_step=True):
+                        raise _StepTaken(outputs)
+                    self._logs.restore()
+                self._may_cut = True
+                made = self._attempt(closure if is_first else None, self._logs)
+                outputs, is_first = made if is_first else outputs, False
+                if self._is_whole():
+                    return outputs
+        finally:
+            self._logs = None
         raise RuntimeError(f"elastic: step {self.committed} failed in {MOST_VIEWS_PER_STEP} views: {self._ended}")
 
     def _is_whole(self) -> bool:
@@ -265,7 +272,7 @@ class ElasticFit:
             is_whole = bool(vote)
         return is_whole
 
-    def _attempt(self, closure: Callable[[], Any] | None) -> Any:
+    def _attempt(self, closure: Callable[[], Any] | None, logs: StepLogs) -> Any:
         strategy, shards, outputs = self._strategy, self._shards, None
         strategy.model.require_backward_grad_sync = len(shards) == 1
         if closure is None:
@@ -274,38 +281,39 @@ class ElasticFit:
         else:
             with self._drawing(shards[0]):
                 outputs = closure()
+        logs.end_shard()
         after_first = [buffer.clone() for buffer in self._module.buffers()] if len(shards) > 1 else []
-        assert self._muting is not None
         for shard in shards[1:]:
             strategy.model.require_backward_grad_sync = shard == shards[-1]
-            with self._muting.muted():
-                self._run(shard)
+            self._run(shard)
+            logs.end_shard()
         strategy.model.require_backward_grad_sync = True
-        with torch.no_grad():
-            for buffer, value in zip(self._module.buffers(), after_first, strict=bool(after_first)):
-                buffer.copy_(value)  # as under `ddp`, where each rank sees one shard, and rank zero's are taken
-        self._share()
+        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
+        if not self._ended:
+            try:
+                self._share(logs)
+            except RuntimeError as error:
+                self._note(error)
         return outputs
 
-    def _share(self) -> None:
-        if self._ended:
-            return
-        try:
-            if self._sums_apart:
-                for bucket in self._buckets:
-                    bucket.fill()
-                state = self._comm.hook_state
-                for future in [self._average(state, bucket) for bucket in self._buckets]:
-                    future.wait()
-                for bucket in self._buckets:
-                    bucket.give_back()
-                self._sums_apart = False
-            buffers = list(self._module.buffers())
-            world = None if self._groups is None else self._groups.world
-            if buffers and world is not None:
-                dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
-        except RuntimeError as error:
-            self._note(error)
+    @torch.no_grad()
+    def _put_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._module.buffers(), values, strict=bool(values)):
+            buffer.copy_(value)
+
+    def _share(self, logs: StepLogs) -> None:
+        if self._sums_apart:
+            for bucket in self._buckets:
+                bucket.fill()
+            for future in [self._average(self._comm.hook_state, bucket) for bucket in self._buckets]:
+                future.wait()
+            for bucket in self._buckets:
+                bucket.give_back()
+        world, buffers = None if self._groups is None else self._groups.world, list(self._module.buffers())
+        if buffers and world is not None:  # those of rank zero, as under `ddp`
+            dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
+        logs.share(world, num_shards=self.num_shards, is_first_of_host=self._local == 0)
+        self._sums_apart = False
 
     def _run(self, shard: int) -> None:
         # As Lightning's closure runs the first shard.
@@ -407,34 +415,6 @@ class ElasticFit:
             if error is None:
                 membership.say_goodbye()
             membership.close()
-
-
-class _Saved:
-    # What an attempt changes besides gradients.
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._buffers = [buffer.clone() for buffer in module.buffers()]
-        results = module.trainer._results
-        self._results = {} if results is None else {key: (one, dict(vars(one))) for key, one in results.items()}
-        self._metrics = [(one, one._copy_state_dict(), one._update_count) for one in single_metrics(module)]
-
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
-            buffer.copy_(value)
-
-    def restore_logs(self) -> None:
-        results = self._module.trainer._results
-        if results is not None:
-            results.clear()
-            for key, (one, state) in self._results.items():
-                vars(one).update(state)
-                results[key] = one
-        for metric, state, count in self._metrics:
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count = count
 
 
 def _done(value: Tensor) -> Future[Tensor]:

@@ -20,7 +20,10 @@ class FlatBucket:
         reals = [_real(each) for each in parameters]
         self._flat = reals[0].new_empty(sum(each.numel() for each in reals))
         parts = self._flat.split([each.numel() for each in reals])
-        self._views = [part.as_strided(each.shape, each.stride(), part.storage_offset()) for part, each in zip(parts, reals, strict=True)]
+        self._views = [
+            part.as_strided(each.shape, each.stride(), part.storage_offset())
+            for part, each in zip(parts, reals, strict=True)
+        ]
 
     def fill(self) -> None:
         """Take the gradients."""

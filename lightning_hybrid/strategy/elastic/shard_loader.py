@@ -1,6 +1,6 @@
 """The training loader of an elastic run: a step has the same shards whatever hosts there are, and a rank some of them.
 
-    shard s of step n       what rank s of `max_hosts` x `devices` ranks would read as its batch n
+shard s of step n       what rank s of `max_hosts` x `devices` ranks would read as its batch n
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Dealt(ResumableLoader):
     def of_shard(self, shard: int, place: Place) -> Any:
         """Return the loader of a shard from a place on, whose random numbers follow from shard and place."""
         one, sampler = copy.copy(self._source), _sampler_of(self._source)
-        own = DistributedSampler(
+        own: Any = DistributedSampler(
             sampler.dataset,
             num_replicas=self._num_shards,
             rank=shard,
@@ -133,8 +133,9 @@ class _Dealt(ResumableLoader):
             drop_last=sampler.drop_last,
         )
         object.__setattr__(one, "sampler", own)  # `DataLoader` refuses to set it
-        if one.batch_sampler is not None:
-            batches = BatchSampler(own, one.batch_sampler.batch_size, one.batch_sampler.drop_last)
+        of_batches: Any = one.batch_sampler
+        if of_batches is not None:
+            batches = BatchSampler(own, of_batches.batch_size, of_batches.drop_last)
             object.__setattr__(one, "batch_sampler", batches)
         return exact(one, _At(shard, self._num_shards, self._seed, place))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from lightning_hybrid.comm.membership.view_change import FOR_SURE, ViewChange
+from lightning_hybrid.comm.membership.view_change import ViewChange
 
 FIN = ("fin",)
 
@@ -199,10 +199,8 @@ class Explorer:
                         yield f"{i}.{local} comes", self.do(world, i, "come", local, world.steps[i][local])
             watched = machine.candidates() if machine.run else []
             for j, key in enumerate(self.keys):
-                is_silent = (
-                    frozenset((i, j)) in world.cut
-                    or world.status[j] == "isolated"
-                    and not world.channels[j * self.n + i]
+                is_silent = frozenset((i, j)) in world.cut or (
+                    world.status[j] == "isolated" and not world.channels[j * self.n + i]
                 )
                 if i != j and is_silent and key in [*watched, *machine.lobby] and key not in machine.lost:
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
