@@ -3,7 +3,8 @@
 Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
 
     loss        `kill`: SIGKILL to a host; `split`: to one rank before its last sum, as another has stepped;
-                `stop`: SIGSTOP, a host that is silent
+                `stop`: SIGSTOP, a host that is silent; `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
+                `joining`: SIGKILL to a host that joins, and to another meanwhile
     reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
     seconds     from the signal to the next step of all others; of one that joins, the longest step of the others
 """
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -27,7 +29,7 @@ from typing import Any
 
 PAUSE_S = 0.02  # of a callback after each step, so that losses are spread over it
 STEPS_BETWEEN = 25
-KINDS = ("kill", "split", "stop")
+KINDS = ("kill", "split", "stop", "validation", "epoch", "checkpoint", "joining")
 
 
 def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]) -> None:
@@ -52,6 +54,7 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
 def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
     import lightning.pytorch as pl
     import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from torch import nn
     from torch.nn import functional
 
@@ -105,6 +108,12 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts)
             time.sleep(PAUSE_S)
 
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            note(event="validation")
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            note(event="checkpoint")
+
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             note(event="epoch", epoch=trainer.current_epoch, images=float(trainer.callback_metrics["images"]))
 
@@ -125,9 +134,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         strategy=strategy,
         precision=options["precision"],
         max_steps=part["end"],
-        callbacks=[Note()],
+        callbacks=[Note(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -158,7 +166,8 @@ class Hosts:
 
     def __init__(self, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
         self._options, self._part, self.folder = options | {"meet": _free_addresses(options["hosts"])}, part, folder
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         self._context = multiprocessing.get_context("forkserver")
         self.running: dict[str, list[Any]] = {}
         self._read: dict[Path, int] = {}
@@ -245,6 +254,11 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             local = options["ranks"] - 1
             run.wait("one has stepped", lambda: len(run.steps("a")[0]) > len(run.steps("a")[local]), limit_s=5)
             (run.folder / "split_now").unlink()
+        if kind in ("validation", "epoch", "checkpoint"):
+            seen = len(run.rows)
+            run.wait(kind, lambda: any(row["event"] == kind for row in run.rows[seen:]))
+        if kind == "joining":
+            _lose_a_joiner(run, lost, left)
         number_of = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
         began_s = min(run.signal(name, number_of) for name in lost)
         num_left = len(left)
@@ -270,6 +284,16 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
     for name in names:
         run.end(name)
     return run, losses
+
+
+def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
+    # A host is lost, comes again, and is lost as it joins.
+    began_s = min(run.signal(name, signal.SIGKILL) for name in lost)
+    run.wait("others go on", lambda: all(all(run.steps(name, since_s=began_s).values()) for name in left))
+    for name in lost:
+        run.end(name)
+        run.start(name)
+    time.sleep(random.Random(len(run.rows)).uniform(0.5, 3.0))
 
 
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:

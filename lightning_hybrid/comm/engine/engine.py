@@ -48,7 +48,7 @@ from lightning_hybrid.comm.topology import ReplicaSets, Topology
 if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
-    from lightning_hybrid.comm.engine.view_groups import ViewGroups
+    from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 # After a failure, how long closing waits for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
@@ -125,7 +125,8 @@ class CommEngine:
         group: dist.ProcessGroup | None = None,
         view: ViewGroups | None = None,
     ) -> None:
-        topology, plan, alone, on_cuda = self.topology, self.plan, self.topology.world_size == 1, self._on_cuda
+        topology, plan, on_cuda = self.topology, self.plan, self._on_cuda
+        alone = topology.world_size == 1
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
@@ -134,7 +135,7 @@ class CommEngine:
         across, compared = self.dtype_across_nodes, self._compared
         found = ("", [], []) if alone else compare_plans(plan, topology, self.device, across, group, compared)
         token, hosts, addresses = found
-        self._watchdog = (
+        self._watchdog: Watchdog | ViewWatch = (
             Watchdog(
                 store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
                 rank=topology.rank,
