@@ -177,7 +177,7 @@ class Host:
             elif kind == "at" and not self.machine.run:
                 self._answers[-1] = (message["host"], message["is_running"], monotonic())
             elif kind == "join":
-                self._join(connection.peer)
+                self._join(connection.peer, [int(step) for step in message["committed"]])
             elif kind not in ("ask", "at", "alive"):
                 self.machine.receive(connection.peer, message)
                 self._act()
@@ -278,7 +278,9 @@ class Host:
         running = [host for host, is_running, _ in answers.values() if is_running]
         lower = [place for place in sorted(answers) if self._place is None or place < self._place]
         if running or lower:
-            self.loop.send(self._peer(running[0] if running else answers[lower[0]][0]), kind="join")
+            host = running[0] if running else answers[lower[0]][0]
+            committed = [machine.committed[local] for local in range(settings.ranks_per_host)]
+            self.loop.send(self._peer(host), kind="join", committed=committed)
         elif self._place is not None:
             if len(machine.lobby) != self._num_waiting:
                 self._num_waiting, self._since_s = len(machine.lobby), now
@@ -288,8 +290,10 @@ class Host:
             if is_sure and (is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)):
                 machine.form(secrets.token_hex(8))
 
-    def _join(self, host: str) -> None:
+    def _join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, once it can be reached from here too; it asks again until then."""
+        if len(committed) != self._settings.ranks_per_host:
+            raise MalformedError("another number of ranks on a host")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:
-            self.machine.join(host)
+            self.machine.join(host, committed)
             self._act()

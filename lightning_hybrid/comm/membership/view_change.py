@@ -44,7 +44,7 @@ class ViewChange:
             -1
         )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
         self.lost: dict[str, str] = {}
-        self.lobby: list[str] = []
+        self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
         self.is_over = False
         self.has_had_view = False
         self.has_ended = True  # the present view, if any
@@ -57,6 +57,7 @@ class ViewChange:
         self.accepted: Message = {}
         self.proposal: Message = {}
         self.accepts: list[str] = []
+        self.invited: list[str] = []  # who was to join by any proposal of this host
         self.reasons: list[str] = []
         self.store = ""
         self.wants_store = False
@@ -68,14 +69,14 @@ class ViewChange:
         self.run = self.run or run
         self._advance()
 
-    def join(self, host: str) -> None:
+    def join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
         if host in self.candidates():
             return
         if self.lost.get(host) == "silent":
             del self.lost[host]
         if host not in self.lobby and host not in self.lost:
-            self.lobby.append(host)
+            self.lobby[host] = committed
             self._admit()
             self._advance()
 
@@ -96,8 +97,7 @@ class ViewChange:
         if host == self.me or self.lost.get(host) in (how, *FOR_SURE):
             return
         self.lost[host] = how
-        if host in self.lobby:
-            self.lobby.remove(host)
+        self.lobby.pop(host, None)
         if host in self.hosts and why:
             self.end_view(why)
         self._advance()
@@ -236,12 +236,12 @@ class ViewChange:
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
         if not self.run:
-            for sender, offer in list(self.offers.items()):
-                if sender not in self.lost and not self.run:
-                    self.run = offer["run"]
-                    self._merge(offer)
-                    self._accept(sender)
-            return
+            offers = [(sender, offer) for sender, offer in self.offers.items() if sender not in self.lost]
+            if not offers:
+                return
+            sender, offer = offers[0]
+            self.run = offer["run"]
+            self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
         before, ready = self.readies.get(self.me), self._ready()
         self.readies[self.me] = ready
         if before is None or before["lost"] != ready["lost"]:
@@ -274,20 +274,22 @@ class ViewChange:
     def _propose(self) -> None:
         kept: list[str] = []
         for host in self._living():  # where two do not hear each other, the later goes
-            if not any(a in self.readies[b]["lost"] for one in kept for a, b in ((host, one), (one, host))):
+            if not any(self._is_cut(host, one) for one in kept):
                 kept.append(host)
         for hosts in [self.hosts, *self.attempts.values()]:
             if not self._may_go_on(kept, hosts):
                 silent = [host for host in hosts if host not in kept]
                 self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
                 return
-        best = max(max(self.readies[host]["committed"]) for host in kept)
-        if best < 0 and self.hosts:
+        if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
             self._isolate("no host is left that has the state of the run")
             return
         # Who waits in the lobby comes in with the next proposal, not in the middle of one.
-        waiting = self.proposal["next"] if self.proposal else self._admissible(kept)
-        joining = [host for host in waiting if host in self.lobby][: self._max_hosts - len(kept)]
+        joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
+        for host in [host for host in joining if any(self._is_cut(host, one) for one in kept)]:
+            joining.remove(host)
+            del self.lobby[host]
+        joining = joining[: self._max_hosts - len(kept)]
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # whoever comes next is for the next one
             return
@@ -297,41 +299,39 @@ class ViewChange:
                 self.wants_store = True
                 return
             self.promised = self.top = self.top + 1
-            self.proposal, self.accepts = (
-                {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)},
-                [],
-            )
+            self.proposal = {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)}
+            self.accepts = []
+            self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
-            self._exclude(
-                [host for host in self.candidates() if host not in wanted["next"]], self.promised, wanted["next"]
-            )
+            out = [host for host in dict.fromkeys(self.candidates() + self.invited) if host not in wanted["next"]]
+            self._exclude(out, self.promised, wanted["next"])
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
             self._install(self.proposal)
 
     def _payload(self, kept: list[str], joining: list[str]) -> Message:
-        ranks = members_of(kept, self._ranks_per_host)
-        steps = dict(
-            zip((rank.id for rank in ranks), (n for h in kept for n in self.readies[h]["committed"]), strict=True)
-        )
-        target = max(steps.values())
-        ahead = [rank for rank in ranks if steps[rank.id] == target]
-        donors = [
-            next((rank.id for rank in ahead if rank.local == local), ahead[0].id)
-            for local in range(self._ranks_per_host)
-        ]
-        # In the first meeting all come alike; later, who joins has nothing.
-        late = [rank.id for rank in members_of(joining, self._ranks_per_host)] if self.hosts else []
-        behind = [rank.id for rank in ranks if steps[rank.id] < target] + late
-        reasons = self.reasons + ([f"{names_of(joining)} joins"] if joining and self.hosts else [])
+        has_nothing = [-1] * self._ranks_per_host
+        committed = {host: self.readies[host]["committed"] for host in kept}
+        # In the first meeting all come alike, from the same checkpoint or none; later, who joins has nothing.
+        committed |= {host: has_nothing if self.hosts else self.lobby[host] for host in joining}
+        ranks = members_of(list(committed), self._ranks_per_host)
+        steps = [step for each in committed.values() for step in each]
+        target = max(steps)
+        ahead = [rank for rank, step in zip(ranks, steps, strict=True) if step == target]
+        of_local = ([rank for rank in ahead if rank.local == local] for local in range(self._ranks_per_host))
+        reasons = [f"{names_of(joining)} joins"] if joining and self.hosts else []
         return {
             "lost": {},
             "store": self.store,
             "target": target,
-            "donors": donors,
-            "behind": behind,
-            "reasons": reasons,
+            "donors": [(fitting or ahead)[0].id for fitting in of_local],
+            "behind": [rank.id for rank, step in zip(ranks, steps, strict=True) if step < target],
+            "reasons": list(dict.fromkeys(self.reasons + reasons)),
         }
+
+    def _is_cut(self, *two: str) -> bool:
+        """Whether one of two hosts has said that it does not hear the other."""
+        return any(host in self.readies.get(other, {"lost": ()})["lost"] for host, other in (two, two[::-1]))
 
     def _may_go_on(self, kept: list[str], hosts: list[str]) -> bool:
         if all(self.lost.get(host) in FOR_SURE for host in hosts if host not in kept):
@@ -345,7 +345,7 @@ class ViewChange:
         self.number, self.hosts = proposal["to"], proposal["next"]
         self.attempts = {key: hosts for key, hosts in self.attempts.items() if key[0] > self.number}
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
-        self.lobby = [host for host in self.lobby if host not in self.hosts]
+        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts}
         self.has_ended, self.has_had_view = False, True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
