@@ -45,6 +45,7 @@ class ViewChange:
         )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
         self.lost: dict[str, str] = {}
         self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
+        self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
         self.is_over = False
         self.has_had_view = False
         self.has_ended = True  # the present view, if any
@@ -71,7 +72,7 @@ class ViewChange:
 
     def join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
-        if host in self.candidates():
+        if host in self.candidates() or host in self.left_out:
             return
         if self.lost.get(host) == "silent":
             del self.lost[host]
@@ -305,6 +306,7 @@ class ViewChange:
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
             out = [host for host in dict.fromkeys(self.candidates() + self.invited) if host not in wanted["next"]]
+            self.left_out += out
             self._exclude(out, self.promised, wanted["next"])
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
             self._install(self.proposal)

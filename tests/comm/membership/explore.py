@@ -288,7 +288,7 @@ class Explorer:
                     came_from[each] = (world, name)
                     queue.append(each)
             if len(came_from) > most:
-                raise WrongError(f"more than {most} states")
+                raise WrongError(f"more than {most} states:\n" + "\n".join(self.path(came_from, world)))
         return len(came_from)
 
     def path(self, came_from: dict, world: World | None) -> list[str]:
