@@ -88,6 +88,7 @@ class Host:
             on_message=self._message,
             on_end=self._ended,
             on_tick=self._tick,
+            on_crash=lambda error: deliver("isolated", f"its own thread failed: {error!r}"),
         )
         for each in (at_meet, at_own, at_path):
             if each:

@@ -130,7 +130,13 @@ class Explorer:
         installed = () if self.is_founding else ((0, tuple(self.keys[: len(self.hosts)])),)
         budget = tuple(sorted(self.budget.items()))
         return World(
-            tuple(nodes), steps, ("lives",) * self.n, ((),) * self.n**2, cut=frozenset(), installed=installed, budget=budget
+            tuple(nodes),
+            steps,
+            ("lives",) * self.n,
+            ((),) * self.n**2,
+            cut=frozenset(),
+            installed=installed,
+            budget=budget,
         )
 
     def do(self, world: World, index: int, name: str, *args) -> World:
@@ -194,7 +200,10 @@ class Explorer:
                 if queue[0] == FIN:
                     yield f"{to} sees {sender} closed", self.do(after, to, "lose", self.keys[sender], "closed", "w")
                 else:
-                    yield f"{to} gets #{queue[0]} of {sender}", self.do(after, to, "receive", self.keys[sender], queue[0])
+                    yield (
+                        f"{to} gets #{queue[0]} of {sender}",
+                        self.do(after, to, "receive", self.keys[sender], queue[0]),
+                    )
         for i, machine in enumerate(machines):
             if machine is None:
                 continue
@@ -208,7 +217,9 @@ class Explorer:
                 is_silent = has_ended or frozenset((i, j)) in world.cut
                 if i != j and is_silent and key in [*watched, *machine.lobby] and key not in machine.lost:
                     yield f"{j} is silent for {i}", self.do(world, i, "lose", key, "silent", "w")
-            if not machine.run and len(machine.committed) == self.ranks and not self.is_founding:  # asks for the run, and is sent to who coordinates
+            if (
+                not machine.run and len(machine.committed) == self.ranks and not self.is_founding
+            ):  # asks for the run, and is sent to who coordinates
                 for j, head in enumerate(machines):
                     known = [*head.lobby, *head.candidates(), *head.lost] if head and head.is_head() else self.keys
                     if self.keys[i] not in known and frozenset((i, j)) not in world.cut:
