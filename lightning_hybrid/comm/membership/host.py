@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_hybrid.comm.membership.connection import Connection, MalformedError, listen, own_ip_towards, split
 from lightning_hybrid.comm.membership.event_loop import EventLoop
-from lightning_hybrid.comm.membership.view import host_key, name_of
+from lightning_hybrid.comm.membership.view import address_of, host_key, name_of
 from lightning_hybrid.comm.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
@@ -50,14 +50,19 @@ class Settings:
 
 
 class Host:
-    """`deliver` gets, in the loop's thread: `("view", proposal)`, `("change", why)`, `("store", "")`, `("lost", why)`
-    where a rank of this host is gone, and `("isolated", why)` or `("refused", why)`.
+    """What the first rank of a host does besides its own part.
+
+    `deliver` gets, in the thread of the sockets: `("view", proposal)`, `("change", why)`, `("store", "")` where one is
+    to be given, `("lost", why)` where a rank of this host is gone, `("isolated", why)` and `("refused", why)`.
     """
 
     def __init__(self, settings: Settings, deliver: Deliver) -> None:
         self._settings, self._deliver = settings, deliver
-        held = ((place, listen(split(address))) for place, address in enumerate(settings.meet))
-        self._place, at_meet = next(((place, sock) for place, sock in held if sock), (None, None))
+        self._place: int | None = None
+        at_meet: socket.socket | None = None
+        for place, address in enumerate(settings.meet):
+            if at_meet is None and (at_meet := listen(split(address))):
+                self._place = place
         ip = at_meet.getsockname()[0] if at_meet else own_ip_towards(settings.meet[0])
         at_own = listen((ip, 0))
         at_path = socket.socket(socket.AF_UNIX)
@@ -148,7 +153,7 @@ class Host:
 
     def _peer(self, host: str) -> Connection:
         if host not in self._peers:
-            self._peers[host] = self._connect(host.rpartition("@")[2].partition("#")[0], host)
+            self._peers[host] = self._connect(address_of(host), host)
         return self._peers[host]
 
     def _connect(self, address: str, peer: str) -> Connection:
@@ -196,11 +201,9 @@ class Host:
             self.loop.send(connection, kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
             mine, other = self._settings.token, str(message["token"])
-            why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other}): what hosts share"
-            log.warning("elastic: refused host %s: its `token` (=%s) is not ours (=%s)", message["key"], other, mine)
-            self.loop.send(
-                connection, kind="refused", why=f"{why} differs, such as devices, `max_hosts` or the modules"
-            )
+            why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
+            log.warning("elastic: refused host %s: its `token` is %s, and not %s", message["key"], other, mine)
+            self.loop.send(connection, kind="refused", why=f"{why}: devices, `max_hosts` or modules differ")
             return
         else:
             connection.peer = str(message["key"])
@@ -271,7 +274,7 @@ class Host:
             self._join_or_form(now)
 
     def _tell_where(self, connection: Connection) -> None:
-        self.loop.send(connection, kind="at", host=self.machine.head() or self.key, is_running=bool(self.machine.run))
+        self.loop.send(connection, kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
         settings, machine = self._settings, self.machine

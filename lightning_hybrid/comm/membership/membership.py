@@ -143,7 +143,7 @@ class Membership:
             host=host,
             local=local,
             ranks_per_host=ranks_per_host,
-            meet=tuple("{}:{}".format(socket.gethostbyname(ip), port) for ip, port in map(split, meet)),
+            meet=tuple(f"{socket.gethostbyname(ip)}:{port}" for ip, port in map(split, meet)),
             min_hosts=min_hosts,
             max_hosts=max_hosts,
             token=token,
@@ -163,7 +163,7 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """This rank, once `enter` has returned."""
+        """The member that is this rank, once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
     @property

@@ -1,8 +1,8 @@
 """The change from one view to the next as a state machine: words and losses in, words out; no socket, clock or thread.
 
-One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal that may
-have been installed somewhere counts as one until it is known better, so that a new one needs the votes of its hosts too
-(Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
+One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal
+that may be installed somewhere counts as a view until it is known better, and the next one needs the votes of its hosts
+too (Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
 """
 
 from __future__ import annotations
@@ -10,25 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_hybrid.comm.membership.view import is_arbiter, members_of, name_of, names_of
+from lightning_hybrid.comm.membership.proposal import FOR_SURE, have_the_votes, who_hear_each_other, who_takes_from_whom
+from lightning_hybrid.comm.membership.view import name_of, names_of
 
 Message = dict[str, Any]
-
-# Without a word of it: dead, or said goodbye. It votes nowhere any more. "silent" may be a cut link.
-FOR_SURE = ("closed", "left")
 
 
 class ViewChange:
     """What one host knows of a run, and what it does about it.
 
-    Args:
-        me: key of this host.
-        ranks_per_host, min_hosts, max_hosts: of the run.
-
-    Attributes:
-        out: what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
-            `("isolated", why)`. Its reader empties it.
-        wants_store: whether the next view waits for `give_store`.
+    `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
+    `("isolated", why)`; its reader empties it. `wants_store`: whether the next view waits for `give_store`.
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
@@ -40,9 +32,7 @@ class ViewChange:
         self.hosts: list[str] = []
         self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
         self.top = -1  # greatest number heard of
-        self.promised = (
-            -1
-        )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
+        self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
         self.lost: dict[str, str] = {}
         self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
         self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
@@ -155,14 +145,12 @@ class ViewChange:
 
     def waits_for(self) -> str:
         """Say in words what keeps the next view from being agreed."""
-        if late := set(range(self._ranks_per_host)) - set(self.committed):
-            return f"rank {', '.join(map(str, sorted(late)))} of this host"
+        if late := sorted(set(range(self._ranks_per_host)) - set(self.committed)):
+            return f"ranks {late} of this host"
         if not self.run:
             return "a run to join, or enough hosts to begin one"
-        if not self.is_head():
-            return f"{names_of(self._living()[:1])}, which coordinates"
-        late_hosts = [host for host in self._living() if host not in self.readies]
-        late_hosts = late_hosts or [h for h in self.proposal.get("next", []) if h not in (*self.accepts, self.me)]
+        late_hosts = [host for host in self._living() if host not in self.readies] if self.is_head() else [self.head()]
+        late_hosts += [host for host in self.proposal.get("next", []) if host not in (*self.accepts, self.me)]
         return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
@@ -175,13 +163,13 @@ class ViewChange:
     def _living(self) -> list[str]:
         return [host for host in self.candidates() if host not in self.lost]
 
-    def is_head(self) -> bool:
-        """Return whether this host coordinates."""
-        return bool(self.run) and self._living()[0] == self.me
+    def head(self) -> str:
+        """Return the host that coordinates, as far as known here; this one where it knows of no run."""
+        return self._living()[0]
 
-    def head(self) -> str | None:
-        """Return the host that coordinates, as far as known here."""
-        return self._living()[0] if self.run else None
+    def is_head(self) -> bool:
+        """Return whether this host coordinates a run."""
+        return bool(self.run) and self.head() == self.me
 
     def _concerns(self, sender: str, message: Message) -> bool:
         """Whether the sender is one of the run, as far as this host and the sender know."""
@@ -216,16 +204,11 @@ class ViewChange:
         self.readies = {}  # of an earlier change
 
     def _ready(self) -> Message:
-        committed = [self.committed[local] for local in range(self._ranks_per_host)]
-        if self.hosts and not self.has_had_view:  # it joins: what it has is not of this run
-            committed = [-1] * self._ranks_per_host
+        joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
+        committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
         known = self.candidates()
-        return {
-            "kind": "ready",
-            **self._state(),
-            "lost": {host: self.lost[host] for host in sorted(self.lost) if host in known},
-            "committed": committed,
-        }
+        lost = {host: self.lost[host] for host in sorted(self.lost) if host in known}
+        return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
 
     def _state(self) -> Message:
         attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
@@ -237,10 +220,9 @@ class ViewChange:
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
         if not self.run:
-            offers = [(sender, offer) for sender, offer in self.offers.items() if sender not in self.lost]
-            if not offers:
+            sender, offer = next(((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {}))
+            if not offer:
                 return
-            sender, offer = offers[0]
             self.run = offer["run"]
             self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
         before, ready = self.readies.get(self.me), self._ready()
@@ -248,7 +230,7 @@ class ViewChange:
         if before is None or before["lost"] != ready["lost"]:
             self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
         if not self.is_head():
-            self._accept(self._living()[0])
+            self._accept(self.head())
         elif all(host in self.readies for host in self._living()):
             self._propose()
 
@@ -273,12 +255,10 @@ class ViewChange:
         self._advance()
 
     def _propose(self) -> None:
-        kept: list[str] = []
-        for host in self._living():  # where two do not hear each other, the later goes
-            if not any(self._is_cut(host, one) for one in kept):
-                kept.append(host)
+        lost = {host: ready["lost"] for host, ready in self.readies.items()}
+        kept = who_hear_each_other([], self._living(), lost)
         for hosts in [self.hosts, *self.attempts.values()]:
-            if not self._may_go_on(kept, hosts):
+            if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
                 self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
                 return
@@ -287,10 +267,7 @@ class ViewChange:
             return
         # Who waits in the lobby comes in with the next proposal, not in the middle of one.
         joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
-        for host in [host for host in joining if any(self._is_cut(host, one) for one in kept)]:
-            joining.remove(host)
-            del self.lobby[host]
-        joining = joining[: self._max_hosts - len(kept)]
+        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[len(kept) :]
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # whoever comes next is for the next one
             return
@@ -300,8 +277,13 @@ class ViewChange:
                 self.wants_store = True
                 return
             self.promised = self.top = self.top + 1
-            self.proposal = {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)}
-            self.accepts = []
+            steps = {host: self.readies[host]["committed"] for host in kept}
+            # In the first meeting all come alike, from a checkpoint or none; later, who joins has nothing.
+            nothing = [-1] * self._ranks_per_host
+            steps |= {host: nothing if self.hosts else self.lobby[host] for host in joining}
+            why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
+            more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
+            self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **more}, []
             self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
@@ -311,43 +293,12 @@ class ViewChange:
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
             self._install(self.proposal)
 
-    def _payload(self, kept: list[str], joining: list[str]) -> Message:
-        has_nothing = [-1] * self._ranks_per_host
-        committed = {host: self.readies[host]["committed"] for host in kept}
-        # In the first meeting all come alike, from the same checkpoint or none; later, who joins has nothing.
-        committed |= {host: has_nothing if self.hosts else self.lobby[host] for host in joining}
-        ranks = members_of(list(committed), self._ranks_per_host)
-        steps = [step for each in committed.values() for step in each]
-        target = max(steps)
-        ahead = [rank for rank, step in zip(ranks, steps, strict=True) if step == target]
-        of_local = ([rank for rank in ahead if rank.local == local] for local in range(self._ranks_per_host))
-        reasons = [f"{names_of(joining)} joins"] if joining and self.hosts else []
-        return {
-            "lost": {},
-            "store": self.store,
-            "target": target,
-            "donors": [(fitting or ahead)[0].id for fitting in of_local],
-            "behind": [rank.id for rank, step in zip(ranks, steps, strict=True) if step < target],
-            "reasons": list(dict.fromkeys(self.reasons + reasons)),
-        }
-
-    def _is_cut(self, *two: str) -> bool:
-        """Whether one of two hosts has said that it does not hear the other."""
-        return any(host in self.readies.get(other, {"lost": ()})["lost"] for host, other in (two, two[::-1]))
-
-    def _may_go_on(self, kept: list[str], hosts: list[str]) -> bool:
-        if all(self.lost.get(host) in FOR_SURE for host in hosts if host not in kept):
-            return True
-        votes = [host for host in hosts if host in kept]
-        half = 2 * len(votes) == len(hosts)
-        return 2 * len(votes) > len(hosts) or (half and any(map(is_arbiter, votes)))
-
     def _install(self, proposal: Message) -> None:
         self._clear()
         self.number, self.hosts = proposal["to"], proposal["next"]
         self.attempts = {key: hosts for key, hosts in self.attempts.items() if key[0] > self.number}
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
-        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts}
+        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
         self.has_ended, self.has_had_view = False, True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
@@ -357,8 +308,7 @@ class ViewChange:
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
-        names = {name_of(host) for host in hosts}
-        return [host for host in self.lobby if name_of(host) not in names]
+        return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
 
     def _admit(self) -> None:
         """End the view where a host waits and a place is free."""

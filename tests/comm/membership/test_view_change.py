@@ -93,13 +93,12 @@ MUTANTS = {
         "if not self.proposal:",
         "a host joins two, any may die",
     ),
-    "does not vote": ("if not self._may_go_on(kept, hosts):", "if False:", "2 hosts, a cut"),
+    "does not vote": ("if not have_the_votes(kept, hosts, self.lost):", "if False:", "2 hosts, a cut"),
     "does not vote of attempts": (
         "[self.hosts, *self.attempts.values()]",
         "[self.hosts]",
         "a host joins two, one is cut off",
     ),
-    "takes the least steps": ("target = max(steps)", "target = min(steps)", "3 hosts, two may die"),
     "does not tell who is left out": (
         'self._exclude([host for host in before if host not in offer["next"]]',
         "self._exclude([]",
