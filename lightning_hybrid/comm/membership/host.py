@@ -77,6 +77,7 @@ class Host:
             min_hosts=settings.min_hosts,
             max_hosts=settings.max_hosts,
         )
+        self.waits_for = self.machine.waits_for
         self._peers: dict[str, Connection] = {}  # to send: by key; each other host has its own to here
         self._seen_s: dict[str, float] = {}  # when a word of it came
         self._ranks: dict[int, Connection] = {}  # of this host
@@ -125,10 +126,6 @@ class Host:
             self._act()
 
         self.loop.post(leave)
-
-    def waits_for(self) -> str:
-        """Say what the next view waits for."""
-        return self.machine.waits_for()
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 

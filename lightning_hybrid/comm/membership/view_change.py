@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_hybrid.comm.membership.knowledge import Knowledge, Message
 from lightning_hybrid.comm.membership.proposal import FOR_SURE, have_the_votes, who_hear_each_other, who_takes_from_whom
 from lightning_hybrid.comm.membership.view import name_of, names_of
 
-Message = dict[str, Any]
 
-
-class ViewChange:
+class ViewChange(Knowledge):
     """What one host knows of a run, and what it does about it.
 
     `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
@@ -24,16 +23,10 @@ class ViewChange:
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
-        self.me = me
+        super().__init__(me)
         self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
         self.out: list[tuple[Any, ...]] = []
-        self.run = ""  # none yet: this host waits in the lobby of another
-        self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
-        self.hosts: list[str] = []
-        self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
-        self.top = -1  # greatest number heard of
         self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
-        self.lost: dict[str, str] = {}
         self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
         self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
         self.is_over = False
@@ -102,8 +95,7 @@ class ViewChange:
         """End the present view, here and elsewhere."""
         if self.is_over or (self.has_ended and not self.hosts):
             return
-        if why not in self.reasons:
-            self.reasons.append(why)
+        self.reasons.append(why)
         if not self.has_ended:
             self.has_ended = True
             self.out.append(("change", why))
@@ -149,27 +141,11 @@ class ViewChange:
             return f"ranks {late} of this host"
         if not self.run:
             return "a run to join, or enough hosts to begin one"
-        late_hosts = [host for host in self._living() if host not in self.readies] if self.is_head() else [self.head()]
+        late_hosts = [host for host in self.living() if host not in self.readies] if self.is_head() else [self.head()]
         late_hosts += [host for host in self.proposal.get("next", []) if host not in (*self.accepts, self.me)]
         return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
-
-    def candidates(self) -> list[str]:
-        """Return who may be in the present view, in order of entry."""
-        later = (host for key in sorted(self.attempts) for host in self.attempts[key])
-        return list(dict.fromkeys([*self.hosts, *later, self.me]))
-
-    def _living(self) -> list[str]:
-        return [host for host in self.candidates() if host not in self.lost]
-
-    def head(self) -> str:
-        """Return the host that coordinates, as far as known here; this one where it knows of no run."""
-        return self._living()[0]
-
-    def is_head(self) -> bool:
-        """Return whether this host coordinates a run."""
-        return bool(self.run) and self.head() == self.me
 
     def _concerns(self, sender: str, message: Message) -> bool:
         """Whether the sender is one of the run, as far as this host and the sender know."""
@@ -184,35 +160,25 @@ class ViewChange:
 
     def _merge(self, message: Message) -> None:
         self._learn(message["number"], message["hosts"])
-        for number, proposer, hosts in message["attempts"]:
-            if number > self.number and proposer != self.me:  # one's own is void until one has installed it
-                self.attempts[number, proposer] = hosts
-                self.top = max(self.top, number)
+        self.note_attempts(message["attempts"])
         for host, how in message["lost"].items():
             if how in FOR_SURE:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
         """Note that a view was installed, by whomever."""
-        if number <= self.number:
-            return
-        if self.me not in hosts and (self.hosts or self.attempts):
+        if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
-            return
-        self.number, self.hosts, self.top = number, hosts, max(self.top, number)
-        self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
-        self.readies = {}  # of an earlier change
+        elif number > self.number:
+            self.note_view(number, hosts)
+            self.readies = {}  # of an earlier change
 
     def _ready(self) -> Message:
         joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
         committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
         known = self.candidates()
         lost = {host: self.lost[host] for host in sorted(self.lost) if host in known}
-        return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
-
-    def _state(self) -> Message:
-        attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
-        return {"run": self.run, "number": self.number, "hosts": self.hosts, "attempts": attempts}
+        return {"kind": "ready", **self.state(), "lost": lost, "committed": committed}
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +197,7 @@ class ViewChange:
             self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
         if not self.is_head():
             self._accept(self.head())
-        elif all(host in self.readies for host in self._living()):
+        elif all(host in self.readies for host in self.living()):
             self._propose()
 
     def _accept(self, head: str) -> None:
@@ -256,7 +222,7 @@ class ViewChange:
 
     def _propose(self) -> None:
         lost = {host: ready["lost"] for host, ready in self.readies.items()}
-        kept = who_hear_each_other([], self._living(), lost)
+        kept = who_hear_each_other([], self.living(), lost)
         for hosts in [self.hosts, *self.attempts.values()]:
             if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
@@ -271,7 +237,7 @@ class ViewChange:
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # whoever comes next is for the next one
             return
-        wanted = {**self._state(), "next": kept + joining}
+        wanted = {**self.state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
             if not self.store:
                 self.wants_store = True
@@ -295,8 +261,7 @@ class ViewChange:
 
     def _install(self, proposal: Message) -> None:
         self._clear()
-        self.number, self.hosts = proposal["to"], proposal["next"]
-        self.attempts = {key: hosts for key, hosts in self.attempts.items() if key[0] > self.number}
+        self.note_view(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
         self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
         self.has_ended, self.has_had_view = False, True
@@ -312,7 +277,7 @@ class ViewChange:
 
     def _admit(self) -> None:
         """End the view where a host waits and a place is free."""
-        living = self._living()
+        living = self.living()
         if self.hosts and self.is_head() and len(living) < self._max_hosts and (new := self._admissible(living)):
             self.end_view(f"{names_of(new)} joins")
 

@@ -50,6 +50,7 @@ class Explorer:
     machine: Callable[..., ViewChange] = ViewChange
     min_hosts: int = 1
     is_founding: bool = False
+    are_waiting: bool = False
     cut_whole: bool = False  # a cut takes a host from all others, in place of one pair
 
     def __post_init__(self) -> None:
@@ -279,9 +280,18 @@ class Explorer:
                     after = world._replace(budget=spend("early"))
                     yield f"{i}.0 comes early", self.do(after, i, "come", 0, world.steps[i][0])
 
+    def with_joiners_waiting(self) -> World:
+        """The start, once all joiners have asked: fewer orders than where they ask at any time."""
+        world = self.start()
+        for index in range(len(self.hosts), self.n):
+            for local in range(self.ranks):
+                world = self.do(world, index, "come", local, 0)
+            world = self.do(world, 0, "join", self.keys[index], world.steps[index])
+        return world
+
     def run(self, verdict: Callable[[Explorer, World], None], most: int = 10**7) -> int:
         """Visit every state; returns how many there are."""
-        first = self.start()
+        first = self.with_joiners_waiting() if self.are_waiting else self.start()
         came_from: dict[World, tuple[World | None, str]] = {first: (None, "start")}
         queue = deque([first])
         while queue:
