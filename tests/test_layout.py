@@ -33,6 +33,7 @@ ARROWS = {
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,
     "comm.health": OF_COMM,
+    "comm.membership": set(),
     "comm.stats": OF_COMM,
     "run_status": {"comm.stats", "precision"},
     "precision": set(),

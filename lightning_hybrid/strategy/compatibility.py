@@ -117,7 +117,6 @@ EXCLUDED = tuple(
         ("tune", "elastic", "plans are compared over the same ranks, and these change"),
         ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
         ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
-        ("pipeline", "elastic", "its stages may be on several hosts"),
         ("extensions", "elastic", "they are given groups and ranks that stay"),
         # with what the run has
         ("manual optimization", "elastic", "the closure of a step is what is run again"),

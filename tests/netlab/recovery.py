@@ -2,7 +2,7 @@
 
 Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
 
-    loss        `kill`: SIGKILL to a host; `split`: to one rank before its last sum, as another has stepped;
+    loss        `kill`: SIGKILL to a host; `split`: as a rank has its last sum, and another has not;
                 `stop`: SIGSTOP, a host that is silent; `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
                 `joining`: SIGKILL to a host that joins, and to another meanwhile
     reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
@@ -251,8 +251,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         if kind == "split":
             (run.folder / "split").touch()
             run.wait("a late rank", (run.folder / "split_now").exists)
-            local = options["ranks"] - 1
-            run.wait("one has stepped", lambda: len(run.steps("a")[0]) > len(run.steps("a")[local]), limit_s=5)
+            if num_all - options["lost"] > 1:  # a host that is not lost steps, and the first has not
+                stays = next(name for name in names if name not in [*lost, "a"])
+                run.wait("one has stepped", lambda: len(run.steps(stays)[0]) > len(run.steps("a")[0]), limit_s=5)  # noqa: B023
             (run.folder / "split_now").unlink()
         if kind in ("validation", "epoch", "checkpoint"):
             seen = len(run.rows)

@@ -91,7 +91,7 @@ class Connection:
                 break
             try:
                 message = json.loads(self._received[HEADER.size : HEADER.size + length])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise MalformedError("not JSON") from error
             if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                 raise MalformedError("no kind")

@@ -32,6 +32,7 @@ class EventLoop:
         on_message: gets each message; MalformedError and errors of missing or wrong fields close the connection.
         on_end: gets a connection that ended, and whether the process at its other end has surely died.
         on_tick: gets whether this thread itself was away for longer than `late_s`, so that others were not heard.
+        on_crash: gets what no caller can catch, as it is raised in the thread; all sockets close, as if this rank died.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class EventLoop:
         on_message: Callable[[Connection, dict[str, Any]], None],
         on_end: Callable[[Connection, bool], None],
         on_tick: Callable[[bool], None],
+        on_crash: Callable[[Exception], None],
     ) -> None:
         self._tick_s, self._late_s = tick_s, late_s
-        self._on_message, self._on_end, self._on_tick = on_message, on_end, on_tick
+        self._on_message, self._on_end, self._on_tick, self._on_crash = on_message, on_end, on_tick, on_crash
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -86,7 +88,7 @@ class EventLoop:
 
     def fds(self) -> set[int]:
         """Return the numbers of all sockets, and of what selects them."""
-        return {each.fileno() for each in list(self._sockets)} | {self._selector.fileno()}  # type: ignore[attr-defined]
+        return {each.fileno() for each in list(self._sockets)} | {self._selector.fileno()}
 
     def close(self) -> None:
         """Send what is unsent, for a short time; end the thread and close all sockets."""
@@ -122,6 +124,14 @@ class EventLoop:
                 log.warning("elastic: closed a connection of %s: %s", connection.peer or "a stranger", error)
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        except Exception as error:
+            self._close_all()
+            self._on_crash(error)
+            raise
+
+    def _serve_all(self) -> None:
         last_s = next_tick_s = monotonic()
         ends_s = float("inf")
         while monotonic() < ends_s:

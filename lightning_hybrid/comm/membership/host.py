@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_hybrid.comm.membership.connection import Connection, MalformedError, listen, own_ip_towards, split
 from lightning_hybrid.comm.membership.event_loop import EventLoop
-from lightning_hybrid.comm.membership.view import host_key, name_of
+from lightning_hybrid.comm.membership.view import address_of, host_key, name_of
 from lightning_hybrid.comm.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
@@ -50,14 +50,19 @@ class Settings:
 
 
 class Host:
-    """`deliver` gets, in the loop's thread: `("view", proposal)`, `("change", why)`, `("store", "")`, `("lost", why)`
-    where a rank of this host is gone, and `("isolated", why)` or `("refused", why)`.
+    """What the first rank of a host does besides its own part.
+
+    `deliver` gets, in the thread of the sockets: `("view", proposal)`, `("change", why)`, `("store", "")` where one is
+    to be given, `("lost", why)` where a rank of this host is gone, `("isolated", why)` and `("refused", why)`.
     """
 
     def __init__(self, settings: Settings, deliver: Deliver) -> None:
         self._settings, self._deliver = settings, deliver
-        held = ((place, listen(split(address))) for place, address in enumerate(settings.meet))
-        self._place, at_meet = next(((place, sock) for place, sock in held if sock), (None, None))
+        self._place: int | None = None
+        at_meet: socket.socket | None = None
+        for place, address in enumerate(settings.meet):
+            if at_meet is None and (at_meet := listen(split(address))):
+                self._place = place
         ip = at_meet.getsockname()[0] if at_meet else own_ip_towards(settings.meet[0])
         at_own = listen((ip, 0))
         at_path = socket.socket(socket.AF_UNIX)
@@ -72,6 +77,7 @@ class Host:
             min_hosts=settings.min_hosts,
             max_hosts=settings.max_hosts,
         )
+        self.waits_for = self.machine.waits_for
         self._peers: dict[str, Connection] = {}  # to send: by key; each other host has its own to here
         self._seen_s: dict[str, float] = {}  # when a word of it came
         self._ranks: dict[int, Connection] = {}  # of this host
@@ -88,6 +94,7 @@ class Host:
             on_message=self._message,
             on_end=self._ended,
             on_tick=self._tick,
+            on_crash=lambda error: deliver("isolated", f"its own thread failed: {error!r}"),
         )
         for each in (at_meet, at_own, at_path):
             if each:
@@ -120,10 +127,6 @@ class Host:
 
         self.loop.post(leave)
 
-    def waits_for(self) -> str:
-        """Say what the next view waits for."""
-        return self.machine.waits_for()
-
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
     def _come(self, local: int, committed: int) -> None:
@@ -147,7 +150,7 @@ class Host:
 
     def _peer(self, host: str) -> Connection:
         if host not in self._peers:
-            self._peers[host] = self._connect(host.rpartition("@")[2].partition("#")[0], host)
+            self._peers[host] = self._connect(address_of(host), host)
         return self._peers[host]
 
     def _connect(self, address: str, peer: str) -> Connection:
@@ -177,7 +180,7 @@ class Host:
             elif kind == "at" and not self.machine.run:
                 self._answers[-1] = (message["host"], message["is_running"], monotonic())
             elif kind == "join":
-                self._join(connection.peer)
+                self._join(connection.peer, [int(step) for step in message["committed"]])
             elif kind not in ("ask", "at", "alive"):
                 self.machine.receive(connection.peer, message)
                 self._act()
@@ -195,11 +198,9 @@ class Host:
             self.loop.send(connection, kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
             mine, other = self._settings.token, str(message["token"])
-            why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other}): what hosts share"
-            log.warning("elastic: refused host %s: its `token` (=%s) is not ours (=%s)", message["key"], other, mine)
-            self.loop.send(
-                connection, kind="refused", why=f"{why} differs, such as devices, `max_hosts` or the modules"
-            )
+            why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
+            log.warning("elastic: refused host %s: its `token` is %s, and not %s", message["key"], other, mine)
+            self.loop.send(connection, kind="refused", why=f"{why}: devices, `max_hosts` or modules differ")
             return
         else:
             connection.peer = str(message["key"])
@@ -270,7 +271,7 @@ class Host:
             self._join_or_form(now)
 
     def _tell_where(self, connection: Connection) -> None:
-        self.loop.send(connection, kind="at", host=self.machine.head() or self.key, is_running=bool(self.machine.run))
+        self.loop.send(connection, kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
         settings, machine = self._settings, self.machine
@@ -278,7 +279,9 @@ class Host:
         running = [host for host, is_running, _ in answers.values() if is_running]
         lower = [place for place in sorted(answers) if self._place is None or place < self._place]
         if running or lower:
-            self.loop.send(self._peer(running[0] if running else answers[lower[0]][0]), kind="join")
+            host = running[0] if running else answers[lower[0]][0]
+            committed = [machine.committed[local] for local in range(settings.ranks_per_host)]
+            self.loop.send(self._peer(host), kind="join", committed=committed)
         elif self._place is not None:
             if len(machine.lobby) != self._num_waiting:
                 self._num_waiting, self._since_s = len(machine.lobby), now
@@ -288,8 +291,10 @@ class Host:
             if is_sure and (is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)):
                 machine.form(secrets.token_hex(8))
 
-    def _join(self, host: str) -> None:
+    def _join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, once it can be reached from here too; it asks again until then."""
+        if len(committed) != self._settings.ranks_per_host:
+            raise MalformedError("another number of ranks on a host")
         if (not self.machine.run or self.machine.is_head()) and self._peer(host).is_connected:
-            self.machine.join(host)
+            self.machine.join(host, committed)
             self._act()

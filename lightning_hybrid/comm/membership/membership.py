@@ -39,6 +39,7 @@ class Follower:
             on_message=self._message,
             on_end=self._ended,
             on_tick=self._tick,
+            on_crash=lambda error: deliver("isolated", f"its own thread failed: {error!r}"),
         )
 
     def come(self, committed: int) -> None:
@@ -155,13 +156,14 @@ class Membership:
         self._error: Exception | None = None
         self._is_waiting = False  # this rank has come, and there is no view yet
         self._wants_store = False
+        self._has_told = True  # the caller that the present view ended
         part = Follower if local else Host
         self._part: Host | Follower = part(self._settings, self._deliver)
         self._part.loop.start()
 
     @property
     def me(self) -> Member:
-        """This rank, once `enter` has returned."""
+        """The member that is this rank, once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
     @property
@@ -231,16 +233,19 @@ class Membership:
                     target=value["target"],
                     **{name: tuple(value[name]) for name in ("donors", "behind", "reasons")},
                 )
-                self._is_waiting = False
+                self._is_waiting = self._has_told = False
             elif what == "store":
                 self._wants_store = True
             elif what == "isolated":
                 self._error = IsolatedError(f"elastic: this host may not go on: {value}")
-                why = "" if self._is_waiting else value
+                why = value
             elif what == "refused":
                 self._error = RefusedError(f"elastic: {value}")
-            elif what == "change" and not self._is_waiting:
+            elif what == "change":
                 why = value
+            if self._is_waiting or self._has_told:
+                why = ""
+            self._has_told = self._has_told or bool(why)
             self._changed.notify_all()
         if what == "lost":
             self._on_own_host_lost(value)

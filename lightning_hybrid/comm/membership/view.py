@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class IsolatedError(RuntimeError):
-    """This host may not go on: the others do without it, or nobody may. Save, and end."""
+    """Raised where this host may not go on: the others do without it, or nobody may. Save, and end."""
 
 
 class RefusedError(RuntimeError):
-    """The running hosts do not take this host: what must be equal on all hosts differs."""
+    """Raised where the running hosts do not take this one: what must be equal on all hosts differs."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class View:
         members: hosts in order of entry, the ranks of a host in order of their local rank.
         store: "ip:port" of a fresh store, opened for this view alone.
         target: number of committed steps that all have after the change.
-        donors: by local rank, the id of a member that has committed `target`: one of that local rank where there is one,
-            else any. The state of data-parallel ranks is the same on all; where ranks of a host share the update, they
-            must commit a step all or none, and then there always is one.
+        donors: by local rank, the id of a member that has committed `target`: one of that local rank where there is
+            one, else any. The state of data-parallel ranks is the same on all; where ranks of a host share the update,
+            they must commit a step all or none, and then there always is one.
         behind: ids of members that take state from the donor of their local rank.
         reasons: why the former view ended.
     """

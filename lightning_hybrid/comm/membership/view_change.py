@@ -1,8 +1,8 @@
 """The change from one view to the next as a state machine: words and losses in, words out; no socket, clock or thread.
 
-One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal that may
-have been installed somewhere counts as one until it is known better, so that a new one needs the votes of its hosts too
-(Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
+One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal
+that may be installed somewhere counts as a view until it is known better, and the next one needs the votes of its hosts
+too (Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
 """
 
 from __future__ import annotations
@@ -10,41 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_hybrid.comm.membership.view import is_arbiter, members_of, name_of, names_of
-
-Message = dict[str, Any]
-
-# Without a word of it: dead, or said goodbye. It votes nowhere any more. "silent" may be a cut link.
-FOR_SURE = ("closed", "left")
+from lightning_hybrid.comm.membership.knowledge import Knowledge, Message
+from lightning_hybrid.comm.membership.proposal import FOR_SURE, have_the_votes, who_hear_each_other, who_takes_from_whom
+from lightning_hybrid.comm.membership.view import name_of, names_of
 
 
-class ViewChange:
+class ViewChange(Knowledge):
     """What one host knows of a run, and what it does about it.
 
-    Args:
-        me: key of this host.
-        ranks_per_host, min_hosts, max_hosts: of the run.
-
-    Attributes:
-        out: what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
-            `("isolated", why)`. Its reader empties it.
-        wants_store: whether the next view waits for `give_store`.
+    `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
+    `("isolated", why)`; its reader empties it. `wants_store`: whether the next view waits for `give_store`.
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
-        self.me = me
+        super().__init__(me)
         self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
         self.out: list[tuple[Any, ...]] = []
-        self.run = ""  # none yet: this host waits in the lobby of another
-        self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
-        self.hosts: list[str] = []
-        self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
-        self.top = -1  # greatest number heard of
-        self.promised = (
-            -1
-        )  # greatest number proposed or accepted here: of equal or lower ones none is accepted any more
-        self.lost: dict[str, str] = {}
-        self.lobby: list[str] = []
+        self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
+        self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
+        self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
         self.is_over = False
         self.has_had_view = False
         self.has_ended = True  # the present view, if any
@@ -57,6 +41,7 @@ class ViewChange:
         self.accepted: Message = {}
         self.proposal: Message = {}
         self.accepts: list[str] = []
+        self.invited: list[str] = []  # who was to join by any proposal of this host
         self.reasons: list[str] = []
         self.store = ""
         self.wants_store = False
@@ -68,14 +53,14 @@ class ViewChange:
         self.run = self.run or run
         self._advance()
 
-    def join(self, host: str) -> None:
+    def join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
-        if host in self.candidates():
+        if host in self.candidates() or host in self.left_out:
             return
         if self.lost.get(host) == "silent":
             del self.lost[host]
         if host not in self.lobby and host not in self.lost:
-            self.lobby.append(host)
+            self.lobby[host] = committed
             self._admit()
             self._advance()
 
@@ -96,8 +81,7 @@ class ViewChange:
         if host == self.me or self.lost.get(host) in (how, *FOR_SURE):
             return
         self.lost[host] = how
-        if host in self.lobby:
-            self.lobby.remove(host)
+        self.lobby.pop(host, None)
         if host in self.hosts and why:
             self.end_view(why)
         self._advance()
@@ -111,8 +95,7 @@ class ViewChange:
         """End the present view, here and elsewhere."""
         if self.is_over or (self.has_ended and not self.hosts):
             return
-        if why not in self.reasons:
-            self.reasons.append(why)
+        self.reasons.append(why)
         if not self.has_ended:
             self.has_ended = True
             self.out.append(("change", why))
@@ -154,33 +137,15 @@ class ViewChange:
 
     def waits_for(self) -> str:
         """Say in words what keeps the next view from being agreed."""
-        if late := set(range(self._ranks_per_host)) - set(self.committed):
-            return f"rank {', '.join(map(str, sorted(late)))} of this host"
+        if late := sorted(set(range(self._ranks_per_host)) - set(self.committed)):
+            return f"ranks {late} of this host"
         if not self.run:
             return "a run to join, or enough hosts to begin one"
-        if not self.is_head():
-            return f"{names_of(self._living()[:1])}, which coordinates"
-        late_hosts = [host for host in self._living() if host not in self.readies]
-        late_hosts = late_hosts or [h for h in self.proposal.get("next", []) if h not in (*self.accepts, self.me)]
+        late_hosts = [host for host in self.living() if host not in self.readies] if self.is_head() else [self.head()]
+        late_hosts += [host for host in self.proposal.get("next", []) if host not in (*self.accepts, self.me)]
         return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
 
     # ---- knowledge ---------------------------------------------------------------------------------------------------
-
-    def candidates(self) -> list[str]:
-        """Return who may be in the present view, in order of entry."""
-        later = (host for key in sorted(self.attempts) for host in self.attempts[key])
-        return list(dict.fromkeys([*self.hosts, *later, self.me]))
-
-    def _living(self) -> list[str]:
-        return [host for host in self.candidates() if host not in self.lost]
-
-    def is_head(self) -> bool:
-        """Return whether this host coordinates."""
-        return bool(self.run) and self._living()[0] == self.me
-
-    def head(self) -> str | None:
-        """Return the host that coordinates, as far as known here."""
-        return self._living()[0] if self.run else None
 
     def _concerns(self, sender: str, message: Message) -> bool:
         """Whether the sender is one of the run, as far as this host and the sender know."""
@@ -195,40 +160,25 @@ class ViewChange:
 
     def _merge(self, message: Message) -> None:
         self._learn(message["number"], message["hosts"])
-        for number, proposer, hosts in message["attempts"]:
-            if number > self.number and proposer != self.me:  # one's own is void until one has installed it
-                self.attempts[number, proposer] = hosts
-                self.top = max(self.top, number)
+        self.note_attempts(message["attempts"])
         for host, how in message["lost"].items():
             if how in FOR_SURE:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
         """Note that a view was installed, by whomever."""
-        if number <= self.number:
-            return
-        if self.me not in hosts and (self.hosts or self.attempts):
+        if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
-            return
-        self.number, self.hosts, self.top = number, hosts, max(self.top, number)
-        self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
-        self.readies = {}  # of an earlier change
+        elif number > self.number:
+            self.note_view(number, hosts)
+            self.readies = {}  # of an earlier change
 
     def _ready(self) -> Message:
-        committed = [self.committed[local] for local in range(self._ranks_per_host)]
-        if self.hosts and not self.has_had_view:  # it joins: what it has is not of this run
-            committed = [-1] * self._ranks_per_host
+        joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
+        committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
         known = self.candidates()
-        return {
-            "kind": "ready",
-            **self._state(),
-            "lost": {host: self.lost[host] for host in sorted(self.lost) if host in known},
-            "committed": committed,
-        }
-
-    def _state(self) -> Message:
-        attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
-        return {"run": self.run, "number": self.number, "hosts": self.hosts, "attempts": attempts}
+        lost = {host: self.lost[host] for host in sorted(self.lost) if host in known}
+        return {"kind": "ready", **self.state(), "lost": lost, "committed": committed}
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
@@ -236,19 +186,18 @@ class ViewChange:
         if self.is_over or len(self.committed) < self._ranks_per_host:
             return
         if not self.run:
-            for sender, offer in list(self.offers.items()):
-                if sender not in self.lost and not self.run:
-                    self.run = offer["run"]
-                    self._merge(offer)
-                    self._accept(sender)
-            return
+            sender, offer = next(((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {}))
+            if not offer:
+                return
+            self.run = offer["run"]
+            self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
         before, ready = self.readies.get(self.me), self._ready()
         self.readies[self.me] = ready
         if before is None or before["lost"] != ready["lost"]:
             self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
         if not self.is_head():
-            self._accept(self._living()[0])
-        elif all(host in self.readies for host in self._living()):
+            self._accept(self.head())
+        elif all(host in self.readies for host in self.living()):
             self._propose()
 
     def _accept(self, head: str) -> None:
@@ -272,80 +221,49 @@ class ViewChange:
         self._advance()
 
     def _propose(self) -> None:
-        kept: list[str] = []
-        for host in self._living():  # where two do not hear each other, the later goes
-            if not any(a in self.readies[b]["lost"] for one in kept for a, b in ((host, one), (one, host))):
-                kept.append(host)
+        lost = {host: ready["lost"] for host, ready in self.readies.items()}
+        kept = who_hear_each_other([], self.living(), lost)
         for hosts in [self.hosts, *self.attempts.values()]:
-            if not self._may_go_on(kept, hosts):
+            if not have_the_votes(kept, hosts, self.lost):
                 silent = [host for host in hosts if host not in kept]
                 self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
                 return
-        best = max(max(self.readies[host]["committed"]) for host in kept)
-        if best < 0 and self.hosts:
+        if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
             self._isolate("no host is left that has the state of the run")
             return
         # Who waits in the lobby comes in with the next proposal, not in the middle of one.
-        waiting = self.proposal["next"] if self.proposal else self._admissible(kept)
-        joining = [host for host in waiting if host in self.lobby][: self._max_hosts - len(kept)]
+        joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
+        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[len(kept) :]
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # whoever comes next is for the next one
             return
-        wanted = {**self._state(), "next": kept + joining}
+        wanted = {**self.state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
             if not self.store:
                 self.wants_store = True
                 return
             self.promised = self.top = self.top + 1
-            self.proposal, self.accepts = (
-                {**wanted, "kind": "propose", "to": self.top, **self._payload(kept, joining)},
-                [],
-            )
+            steps = {host: self.readies[host]["committed"] for host in kept}
+            # In the first meeting all come alike, from a checkpoint or none; later, who joins has nothing.
+            nothing = [-1] * self._ranks_per_host
+            steps |= {host: nothing if self.hosts else self.lobby[host] for host in joining}
+            why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
+            more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
+            self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **more}, []
+            self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
-            self._exclude(
-                [host for host in self.candidates() if host not in wanted["next"]], self.promised, wanted["next"]
-            )
+            out = [host for host in dict.fromkeys(self.candidates() + self.invited) if host not in wanted["next"]]
+            self.left_out += out
+            self._exclude(out, self.promised, wanted["next"])
             self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
             self._install(self.proposal)
 
-    def _payload(self, kept: list[str], joining: list[str]) -> Message:
-        ranks = members_of(kept, self._ranks_per_host)
-        steps = dict(
-            zip((rank.id for rank in ranks), (n for h in kept for n in self.readies[h]["committed"]), strict=True)
-        )
-        target = max(steps.values())
-        ahead = [rank for rank in ranks if steps[rank.id] == target]
-        donors = [
-            next((rank.id for rank in ahead if rank.local == local), ahead[0].id)
-            for local in range(self._ranks_per_host)
-        ]
-        # In the first meeting all come alike; later, who joins has nothing.
-        late = [rank.id for rank in members_of(joining, self._ranks_per_host)] if self.hosts else []
-        behind = [rank.id for rank in ranks if steps[rank.id] < target] + late
-        reasons = self.reasons + ([f"{names_of(joining)} joins"] if joining and self.hosts else [])
-        return {
-            "lost": {},
-            "store": self.store,
-            "target": target,
-            "donors": donors,
-            "behind": behind,
-            "reasons": reasons,
-        }
-
-    def _may_go_on(self, kept: list[str], hosts: list[str]) -> bool:
-        if all(self.lost.get(host) in FOR_SURE for host in hosts if host not in kept):
-            return True
-        votes = [host for host in hosts if host in kept]
-        half = 2 * len(votes) == len(hosts)
-        return 2 * len(votes) > len(hosts) or (half and any(map(is_arbiter, votes)))
-
     def _install(self, proposal: Message) -> None:
         self._clear()
-        self.number, self.hosts = proposal["to"], proposal["next"]
-        self.attempts = {key: hosts for key, hosts in self.attempts.items() if key[0] > self.number}
+        self.note_view(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
-        self.lobby = [host for host in self.lobby if host not in self.hosts]
+        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
         self.has_ended, self.has_had_view = False, True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
@@ -355,12 +273,11 @@ class ViewChange:
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
-        names = {name_of(host) for host in hosts}
-        return [host for host in self.lobby if name_of(host) not in names]
+        return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
 
     def _admit(self) -> None:
         """End the view where a host waits and a place is free."""
-        living = self._living()
+        living = self.living()
         if self.hosts and self.is_head() and len(living) < self._max_hosts and (new := self._admissible(living)):
             self.end_view(f"{names_of(new)} joins")
 

@@ -263,8 +263,9 @@ class ElasticFit:
     def _is_whole(self) -> bool:
         with self._lock:  # from here on a view that ends waits until the update is made
             is_whole, self._may_cut = not self._ended, False
-        if self._comm.shard_update == "node" and self._ranks_per_host > 1:
-            # The ranks of a host update parts of one tensor: all or none of them.
+        if self._ranks_per_host > 1:
+            # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
+            # with `shard_update` each updates a part. Other hosts are not asked.
             vote = torch.tensor([float(is_whole)])
             dist.all_reduce(vote, dist.ReduceOp.MIN)
             if is_whole and not vote:
