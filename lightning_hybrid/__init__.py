@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+    from lightning_hybrid.strategy.elastic.option import Elastic
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
-    from lightning_hybrid.strategy.options import Adasum, Comm, Elastic, LocalSteps, Mean, Report
+    from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
 __all__ = [
     "Adasum",
@@ -44,10 +45,11 @@ __all__ = [
 __version__ = "0.2.0"
 
 _PLACES = {
+    "Elastic": "strategy.elastic.option",
     "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
     **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),
-    **dict.fromkeys(("Adasum", "Comm", "Elastic", "LocalSteps", "Mean", "Report"), "strategy.options"),
+    **dict.fromkeys(("Adasum", "Comm", "LocalSteps", "Mean", "Report"), "strategy.options"),
 }
 
 register_everywhere()

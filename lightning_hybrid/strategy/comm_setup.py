@@ -33,11 +33,11 @@ from lightning_hybrid.strategy.arguments import (
     warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
+from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
     Comm,
-    Elastic,
     LocalSteps,
     Mean,
     Report,
@@ -45,6 +45,7 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
     from lightning_hybrid.strategy.plan_tuning import FitTuning
 
 
@@ -69,7 +70,7 @@ class CommSetup:
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
         self.elastic: Elastic | None = None
-        self._keep: Callable[..., Any] | None = None
+        self.elastic_fit: ElasticFit | None = None
         self._tuning: FitTuning | None = None
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
@@ -189,11 +190,6 @@ class CommSetup:
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
-    def wait_for_view(self, keep: Callable[..., Any]) -> None:
-        """Let the engine wait for `enter`; `keep`: of a hook makes one whose futures never raise."""
-        self.engine_options |= {"waits_for_view": True}
-        self._keep = keep
-
     def wrap(self, module: nn.Module, *, device_ids: list[int] | None, **ddp_kwargs: Any) -> DistributedDataParallel:
         """Wrap a module in DDP, with the buckets of the plan."""
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
@@ -203,7 +199,7 @@ class CommSetup:
         """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
         self.topology = self.topology if replicas is None else replicas.own
-        engine = CommEngine(
+        engine = (CommEngine if self.elastic_fit is None else self.elastic_fit.engine_type)(
             topology=self.topology,
             plan=self.plan,
             timeout=self._timeout,
@@ -225,7 +221,8 @@ class CommSetup:
     ) -> HookState:
         """Let this engine average what DDP puts into buckets; `parameters`: as in `HookState`, which is returned."""
         state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=parameters)
-        wrapped.register_comm_hook(state, self.bucket_hook if self._keep is None else self._keep(self.bucket_hook))
+        elastic = self.elastic_fit
+        wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
         return state
 
     def begin_tuning(self) -> None:
@@ -259,8 +256,11 @@ class CommSetup:
     def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
         engine, self.engine = self.engine, None
+        elastic, self.elastic_fit = self.elastic_fit, None
         self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
         try:
+            if elastic is not None:
+                elastic.end()
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:

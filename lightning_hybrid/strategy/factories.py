@@ -79,5 +79,4 @@ def elastic_for(strategy: Any) -> ElasticFit | None:
             f"`elastic` (={comm.elastic!r}) is for CPUs, and this rank trains on {strategy.root_device}: how groups of "
             "NCCL end and are made again has not been run. Leave `strategy.elastic` out."
         )
-    precision, timeout = strategy.precision_plugin, strategy._timeout
-    return ElasticFit(comm.elastic, strategy, comm=comm, precision=precision, timeout=timeout)
+    return ElasticFit(comm.elastic, strategy, comm=comm, failures=strategy._failures, timeout=strategy._timeout)

@@ -31,12 +31,13 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
+from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import elastic_for, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Elastic, Mean, Planner, Report
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
-
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 else:
     _Base = object  # of either Lightning: the class that users see stands in `flavours/`
 
@@ -67,7 +66,7 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
-        elastic: `Elastic(...)`: the run goes on when a host is lost, and takes in one that comes; None: it does not.
+        elastic: `Elastic(...)`: the run goes on when a host is lost, and takes in one that comes.
         exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -127,7 +126,9 @@ class HybridAllReduce(_Base):
         outer_step: Mapping[str, float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
+        between_nodes, comm, report = with_old_keywords(
+            given := locals(), between_nodes=between_nodes, comm=comm, report=report
+        )
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
         self._loaders = TrainingLoaders(exact_resume)
@@ -136,30 +137,19 @@ class HybridAllReduce(_Base):
             own=inspect.signature(HybridAllReduce).parameters,
             between_nodes=between_nodes,
             comm=comm,
-            ranks_per_node=ranks_per_node,
-            loss_scale=loss_scale,
-            shard_update=shard_update,
             report=report,
-            extensions=extensions,
-            elastic=elastic,
+            **{name: given[name] for name in "ranks_per_node loss_scale shard_update extensions elastic".split()},
         )
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
-        self._elastic: ElasticFit | None = None
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
+        own = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin process_group_backend"
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
+            **{name: given[name] for name in own.split()},
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
             **for_ddp,
         )
-
-    # ---- what others know ------------------------------------------------------------------------------------------
 
     @property
     def run_status(self) -> RunStatus:
@@ -207,8 +197,6 @@ class HybridAllReduce(_Base):
     def _masters(self) -> MasterWeights | None:
         return None if self._half is None else self._half.masters
 
-    # ---- ranks meet ------------------------------------------------------------------------------------------------
-
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
         self._failures.module = model
@@ -252,7 +240,7 @@ class HybridAllReduce(_Base):
             refuse_slices(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._extensions, self._elastic = made_for(self), elastic_for(self)
+            self._extensions, self._comm.elastic_fit = made_for(self), elastic_for(self)
             self._loaders.begin(trainer, self.distributed_sampler_kwargs)
         super().setup(trainer)
         if self._failures.engine is not None:
@@ -286,8 +274,6 @@ class HybridAllReduce(_Base):
         self._comm.find_plan(self.model)
         if self._extensions is not None:
             self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
-        if self._elastic is not None:
-            self._comm.wait_for_view(self._elastic.hook)
         super().configure_ddp()
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
         if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
@@ -316,10 +302,8 @@ class HybridAllReduce(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dtype = None if self._masters is None else self._masters.dtype
-        deal = None if self._elastic is None else self._elastic.deal
-        return self._loaders.process(
-            super().process_dataloader(dataloader), self._module, self.root_device, dtype, deal
-        )
+        made = super().process_dataloader(dataloader)
+        return self._loaders.process(made, self._module, self.root_device, dtype, self._comm.elastic_fit)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -342,22 +326,12 @@ class HybridAllReduce(_Base):
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
-        if self._elastic is None:
-            outputs = self._step(optimizer, closure, model, **kwargs)
-        else:
-            outputs = self._elastic.step(lambda again: self._step(optimizer, again, model, **kwargs), closure)
+        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self._extensions is not None:
+            run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
+        outputs = run()
         self._comm.after_optimizer_step()
         return outputs
-
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any) -> Any:
-        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        return run() if self._extensions is None else self._extensions.step(optimizer, closure, run, **kwargs)
-
-    def training_step(self, batch: Any, *args: Any) -> Any:
-        """Train as DDP."""
-        if self._elastic is not None:
-            batch = self._elastic.batch_for(batch, args)
-        return super().training_step(batch, *args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
@@ -380,32 +354,15 @@ class HybridAllReduce(_Base):
         """Wait as DDP; not on a rank that an error ends, as others do not come."""
         if not self._failures.is_alone():
             super().barrier(*args, **kwargs)
-            if self._elastic is not None and args == ("run-stage",) and self._module.trainer.training:
-                self._elastic.enter()  # everything is set up and restored, and the loop has yet to begin
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this rank writes what is written once."""
-        return super().is_global_zero if self._elastic is None else self._elastic.is_first
+        return super().is_global_zero if (one := self._comm.elastic_fit) is None else one.is_first
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""
         return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce as DDP; in an elastic step what is logged is added up at its end."""
-        if self._elastic is not None and self._elastic.is_in_attempt:
-            return tensor
-        return super().reduce(tensor, *args, **kwargs)
-
-    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather as DDP; not in an elastic step, whose ranks change."""
-        if self._elastic is not None and self._elastic.is_in_attempt:
-            raise RuntimeError(
-                "`all_gather` cannot be called in `training_step` with `elastic`: a rank may have several shards of a "
-                "step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
-            )
-        return super().all_gather(tensor, *args, **kwargs)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -463,9 +420,7 @@ class HybridAllReduce(_Base):
             if self._extensions is not None:
                 self._extensions.end(self._failures.ended_by)
         finally:
-            if self._elastic is not None:
-                self._elastic.leave(self._failures.ended_by)
-            self._elastic = self._failures.engine = None
+            self._failures.engine = None
             try:
                 self._comm.close(self.optimizers)
             finally:

@@ -31,8 +31,8 @@ class Planner(Protocol):
         """
 
 
-class _Value:
-    # As the user would write it: what is left at its default is left out.
+class OptionValue:
+    """A value whose text is what the user would write: what is left at its default is left out."""
 
     def __repr__(self) -> str:
         known: Any = self  # a dataclass
@@ -40,7 +40,7 @@ class _Value:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
 
 
-class BetweenNodes(_Value):
+class BetweenNodes(OptionValue):
     """What happens between nodes: `Mean`, `Adasum` or `LocalSteps`."""
 
     # No dataclass: LightningCLI then asks for a class and keeps it. It takes the first dataclass of a union that fits.
@@ -169,7 +169,7 @@ class LocalSteps(BetweenNodes):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Comm(_Value):
+class Comm(OptionValue):
     """How sums are carried out, which changes them by rounding alone.
 
     Args:
@@ -248,7 +248,7 @@ class Comm(_Value):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Report(_Value):
+class Report(OptionValue):
     """What a run says of its communication.
 
     Args:
@@ -277,54 +277,6 @@ class Report(_Value):
                 "what a node's link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where "
                 "it is not known."
             )
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Elastic(_Value):
-    """A run that goes on when a host is lost, and takes in a host that comes; each host is launched by itself.
-
-        images of a step = batch size of a rank x `devices` x `max_hosts`         whatever hosts there are
-
-    Args:
-        max_hosts: hosts that share a step when all are there.
-        meet: addresses `"ip:port"` at which hosts find each other, in a list or with commas; the first one's host
-            decides where half of the hosts cannot hear the other half.
-        min_hosts: with fewer the run does not begin.
-        silent_s: seconds without a sign of life after which a host is lost.
-
-    Raises:
-        ValueError: a value cannot work.
-    """
-
-    max_hosts: int
-    meet: str | Sequence[str]
-    min_hosts: int = 1
-    silent_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Check each."""
-        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Set strategy.elastic.max_hosts=2")
-        why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
-        require_whole("elastic.min_hosts", self.min_hosts, why)
-        if self.min_hosts > self.max_hosts:
-            raise ValueError(f"`elastic.min_hosts` (={self.min_hosts}) must be at most `elastic.max_hosts`: {why}.")
-        require_number("elastic.silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True)
-        if not self.meeting_points or any(not _is_address(one) for one in self.meeting_points):
-            raise ValueError(
-                f"`elastic.meet` (={self.meet!r}) must be addresses with ports, the same on all hosts: each host tries "
-                'to listen at the first that is its own. Set strategy.elastic.meet="10.0.0.1:29400,10.0.0.2:29400".'
-            )
-
-    @property
-    def meeting_points(self) -> tuple[str, ...]:
-        """`meet`, one by one."""
-        several = self.meet.split(",") if isinstance(self.meet, str) else self.meet
-        return tuple(one.strip() for one in several if one.strip())
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:

@@ -60,11 +60,12 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     from lightning_hybrid import HybridAllReduceStrategy
     from lightning_hybrid.optim import LARS
-    from lightning_hybrid.strategy.elastic import elastic_fit
-    from lightning_hybrid.strategy.options import Elastic, Mean
+    from lightning_hybrid.strategy.elastic import elastic_fit, views
+    from lightning_hybrid.strategy.elastic.option import Elastic
+    from lightning_hybrid.strategy.options import Mean
     from recipes.datasets.digits import DigitsDataModule
 
-    elastic_fit.Membership = partial(elastic_fit.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
+    views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
     log = open(folder / f"log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def note(**what: Any) -> None:
@@ -104,7 +105,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
-            hosts = strategy._elastic._groups.topology.num_nodes
+            hosts = strategy._comm.elastic_fit.num_hosts
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts)
             time.sleep(PAUSE_S)
 
@@ -151,14 +152,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     note(event="end", step=trainer.global_step)
 
 
-def _late(fit: Any, is_whole: Any, folder: Path) -> bool:
+def _late(fit: Any, is_whole: Any, folder: Path, views: Any) -> bool:
     # The last rank of the first host has all sums, and waits until a host is lost: others have stepped by then.
     if (folder / "split").exists():
         (folder / "split").rename(folder / "split_now")
         ends_s = time.monotonic() + 10
-        while not fit._ended and time.monotonic() < ends_s:
+        while not views.ended and time.monotonic() < ends_s:
             time.sleep(0.002)
-    return bool(is_whole(fit))
+    return bool(is_whole(fit, views))
 
 
 class Hosts:
@@ -253,7 +254,7 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             run.wait("a late rank", (run.folder / "split_now").exists)
             if num_all - options["lost"] > 1:  # a host that is not lost steps, and the first has not
                 stays = next(name for name in names if name not in [*lost, "a"])
-                run.wait("one has stepped", lambda: len(run.steps(stays)[0]) > len(run.steps("a")[0]), limit_s=5)  # noqa: B023
+                run.wait("one has stepped", lambda: len(run.steps(stays)[0]) > len(run.steps("a")[0]), limit_s=5)
             (run.folder / "split_now").unlink()
         if kind in ("validation", "epoch", "checkpoint"):
             seen = len(run.rows)

@@ -48,7 +48,6 @@ from lightning_hybrid.comm.topology import ReplicaSets, Topology
 if TYPE_CHECKING:
     from lightning_hybrid.comm.engine.cuda_carrier import CudaCarrier
     from lightning_hybrid.comm.engine.stage_threads import StageThreads
-    from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 # After a failure, how long closing waits for stages that may hang until their group's timeout.
 FAILED_CLOSE_LIMIT_S = 5.0
@@ -78,7 +77,6 @@ class CommEngine:
         group: the ranks of the own set; None: WORLD.
         compared: further settings that must be equal on all ranks, by name.
         num_terms: gradients in a sum; None: one of each rank.
-        waits_for_view: whether it takes nothing until `enter`; `topology` is then the largest that may come.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -98,81 +96,46 @@ class CommEngine:
         group: dist.ProcessGroup | None = None,
         compared: Mapping[str, object] | None = None,
         num_terms: int | None = None,
-        waits_for_view: bool = False,
     ) -> None:
-        self.topology = topology
-        self.plan = plan
-        self.device = device
+        self.topology, self.plan, self.device = topology, plan, device
         self.num_terms = num_terms or topology.world_size
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes = dtype_across_nodes
         self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
         self._timeout = timeout
-        self._compared = compared
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
-        self._is_closed = waits_for_view
-        self.coder = self._new_coder()
+        self._is_closed = False
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
-        if not waits_for_view:
-            self._open(replicas=replicas, group=group)
+        self.coder = self._new_coder()
+        self._begin(compared, replicas=replicas, group=group)
 
-    def _open(
-        self,
-        *,
-        replicas: ReplicaSets | None = None,
-        group: dist.ProcessGroup | None = None,
-        view: ViewGroups | None = None,
-    ) -> None:
-        topology, plan, on_cuda = self.topology, self.plan, self._on_cuda
-        alone = topology.world_size == 1
+    def _begin(self, compared: Any, *, replicas: Any = None, group: Any = None, groups: Any = None) -> None:
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
-        self._order = BucketOrder()
-        self._latch = FailureLatch(self._order)
+        self._latch = FailureLatch(order := BucketOrder())
+        self._order = order
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
-        across, compared = self.dtype_across_nodes, self._compared
-        found = ("", [], []) if alone else compare_plans(plan, topology, self.device, across, group, compared)
-        token, hosts, addresses = found
-        self._watchdog: Watchdog | ViewWatch = (
-            Watchdog(
-                store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
-                rank=topology.rank,
-                world_size=topology.world_size,
-                watched=self._latch,
-                hosts=hosts,
-                addresses=addresses,
-                give_up_after_s=GIVE_UP_AT * self._timeout.total_seconds() if on_cuda else None,
-            )
-            if view is None
-            else view.watch(self._latch)
+        topology, on_cuda, dtype = self.topology, self._on_cuda, self.dtype_across_nodes
+        found = (
+            ("", [], [])
+            if topology.world_size == 1
+            else compare_plans(self.plan, topology, self.device, dtype, group, compared)
         )
-        dtype = None if isinstance(across, Codec) else across
-        self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
-        self._groups: CommGroups = view or CommGroups(
-            topology=replicas or topology, timeout=self._timeout, share=on_cuda
-        )
+        self._watchdog = self._new_watchdog(*found)
+        across = None if isinstance(dtype, Codec) else dtype
+        self._new_job = partial(Job, topology=topology, dtype_across=across, by_backend=on_cuda)
+        self._groups = groups or CommGroups(topology=replicas or topology, timeout=self._timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
 
-    def enter(self, view: ViewGroups) -> None:
-        """Sum over the ranks of a view from now on; closed before. Collective among them.
-
-        Raises:
-            ValueError: on every rank, if plans differ.
-            RuntimeError: a rank is lost meanwhile.
-        """
-        self.topology = view.of_view
-        self._open(group=view.world, view=view)
-        self._is_closed = False
-
-    def cut(self, reason: str) -> None:
-        """End what is in flight in a view, for `reason`, and free whoever waits in its groups; from any thread."""
-        if not self._is_closed:
-            self._latch.trip(reason)
-            self._groups.cut()  # type: ignore[attr-defined]
+    def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
+        rank, size, limit_s = self.topology.rank, self.topology.world_size, GIVE_UP_AT * self._timeout.total_seconds()
+        store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
+        known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s if self._on_cuda else None}
+        return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
         # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
@@ -215,7 +178,7 @@ class CommEngine:
         self._carrier.use(columns)
 
     def prepare(self, plans: Iterable[CommPlan]) -> None:
-        """Make the groups that these plans need now, and not when they are adopted. Collective."""
+        """Make the groups that these plans need, now. Collective."""
         for plan in plans:
             self._groups.add(stage_scopes(plan.columns(self.topology, on_cuda=self._on_cuda)))
 
@@ -382,7 +345,6 @@ class CommEngine:
 
     def explain(self, error: BaseException) -> str:
         """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
-        # As `abort`, but with a diagnosis of all ranks. An error that already says why the engine failed stays.
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
@@ -391,10 +353,7 @@ class CommEngine:
         return str(error) if failure in str(error) else f"{failure} Seen here as {type(error).__name__}: {error}"
 
     def close(self) -> list[str]:
-        """End the threads and free the groups; healthy, after what is in flight. May be called again.
-
-        Returns the stages that would not end.
-        """
+        """End the threads and free the groups; healthy, after what is in flight; return stages that would not end."""
         # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
         # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:
@@ -403,7 +362,7 @@ class CommEngine:
             self._is_closed = True
         healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
-        # A failure may come while closing waits: from then on the short limit counts, whatever is left of the long one.
+        # From a failure on the short limit counts.
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S

@@ -1,7 +1,7 @@
-"""The groups of a view: of the hosts that an elastic run has now, beside torch's default group, which is one host's.
+"""The groups of a view: of the hosts that an elastic run has now. torch's default group is one host's.
 
 made         by members alone, through a store that ends with the view
-cut          their connections are shut, which frees whoever waits in them; Gloo's own `abort` frees nobody
+cut          their connections are shut, which ends every wait in them; Gloo's own `abort` ends none
 """
 
 from __future__ import annotations
@@ -59,10 +59,6 @@ class ViewGroups(CommGroups):
     def world(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None where this rank is alone."""
         return self.by_stage["view"]
-
-    def watch(self, latch: FailureLatch) -> ViewWatch:
-        """Return what compares buckets over the ranks of the view."""
-        return ViewWatch(dist.PrefixStore("watch", self.store), latch)
 
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
@@ -131,7 +127,7 @@ class ViewWatch:
         return f"comm: {noticed}."
 
     def leave(self) -> None:
-        """Do nothing: nobody asks."""
+        """Do nothing: none asks."""
 
 
 def _sockets() -> dict[int, str]:

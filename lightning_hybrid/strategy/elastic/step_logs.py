@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from lightning_hybrid.pipeline.microbatches import single_metrics
+from torchmetrics import Metric
 
 
 class StepLogs:
@@ -23,7 +22,7 @@ class StepLogs:
 
     def __init__(self, module: nn.Module) -> None:
         self._results: dict[str, Any] = module.trainer._results  # type: ignore[assignment, union-attr]
-        self._metrics = [(one, _sums_in(one)) for one in single_metrics(module)]
+        self._metrics = [(one, _sums_in(one)) for one in module.modules() if isinstance(one, Metric)]
         self._before = {key: dict(vars(one)) for key, one in self._results.items()}
         self._states = [(one._copy_state_dict(), one._update_count) for one, _ in self._metrics]
         self._first: dict[str, dict[str, Any]] = {}
@@ -55,7 +54,7 @@ class StepLogs:
 
     def share(self, group: dist.ProcessGroup | None, *, num_shards: int, is_first_of_host: bool) -> None:
         """Add up over all ranks of a view. Collective where something is logged or counted so."""
-        added: list[tuple[Any, str, Tensor, Tensor, float]] = []  # owner, name, before, change, divisor
+        added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, one in self._results.items():
             if not _is_shared(one):
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,9 @@ class TrainingLoaders:
         module: Any,
         device: torch.device,
         compute_dtype: torch.dtype | None,
-        deal: Callable[..., Any] | None = None,
+        elastic: Any | None = None,
     ) -> Any:
-        """Return what Lightning is to iterate over in place of `loader`; `deal`: makes that of training's."""
+        """Return what Lightning is to iterate over in place of `loader`; `elastic`: deals training's."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.prefetch import prefetch
@@ -68,9 +68,9 @@ class TrainingLoaders:
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         is_of_fit = trainer.state.fn == "fit" and trainer.training
-        if deal is not None and is_of_fit:
+        if elastic is not None and is_of_fit:
             has_own = user_moves_batches(module)
-            return deal(loader, self.seed, lambda one: one if has_own else prefetch(one, device, compute_dtype))
+            return elastic.deal(loader, self.seed, lambda one: one if has_own else prefetch(one, device, compute_dtype))
         if self._is_on and is_of_fit and can_be_exact(loader):
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)

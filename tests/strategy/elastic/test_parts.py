@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 from torchmetrics import MeanMetric
 
 from lightning_hybrid.data.in_memory.loader import ImageSet, Normalize, TrainLoader
+from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
-from lightning_hybrid.strategy.elastic.shard_loader import ShardLoader, shards_of
 
 NUM_SHARDS = 4
 
