@@ -16,7 +16,7 @@ MODULES = tracked_files("lightning_hybrid/*.py")
 PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py")]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
-OF_DATA = {"data.prefetch", "data.exact_loader", "data.batch_counters"}
+OF_DATA = {"data.prefetch", "data.exact_loader", "data.batch_counters", "data.shard_loader", "data.random_streams"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},

@@ -66,6 +66,11 @@ class ShardLoader:
             raise AttributeError(name)  # copying asks before there is one; Lightning keeps no state of a `DataLoader`
         return getattr(self._loader, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardLoader:
+        made = copy.copy(self)  # as loaders of torch's: without what is being read
+        made._streams, made._batches = {}, {}
+        return made
+
     def __len__(self) -> int:
         return len(self._loader)
 

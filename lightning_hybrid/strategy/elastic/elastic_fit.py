@@ -67,7 +67,7 @@ class ElasticFit:
         self._logs: StepLogs | None = None  # while a step is attempted
         self._seeded = SeededStreams()
         for name in _WRAPPED:
-            setattr(strategy, name, partial(getattr(self, f"_{name}"), getattr(strategy, name)))
+            setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
     # ---- what a strategy asks for ------------------------------------------------------------------------------------
 
@@ -276,6 +276,11 @@ class ElasticFit:
         batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
+    # A function: Lightning copies what it keeps of `reduce`, and a `partial` would be copied with all that it refers to.
+    return lambda *args, **kwargs: by(method, *args, **kwargs)
 
 
 def _done(value: Tensor) -> Future[Tensor]:
