@@ -41,9 +41,11 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
 
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    num_ranks = str(options["ranks"])
-    os.environ |= {"RANK": str(local), "LOCAL_RANK": str(local), "WORLD_SIZE": num_ranks, "GROUP_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RUN_ID": host, "GLOO_SOCKET_IFNAME": "lo"}
+    num_hosts = options["hosts"] if part.get("is_plain") else 1  # of one launch
+    node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
+    rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -62,7 +64,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     from lightning_hybrid.optim import LARS
     from lightning_hybrid.strategy.elastic import elastic_fit, views
     from lightning_hybrid.strategy.elastic.option import Elastic
-    from lightning_hybrid.strategy.options import Mean
+    from lightning_hybrid.strategy.options import Comm, Mean
     from recipes.datasets.digits import DigitsDataModule
 
     views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
@@ -103,6 +105,10 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     class Note(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if "measured" in part:
+                if trainer.global_step in part["measured"]:
+                    note(event="time", step=trainer.global_step, processor_s=time.process_time())
+                return
             values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             hosts = strategy._comm.elastic_fit.num_hosts
@@ -119,12 +125,15 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="epoch", epoch=trainer.current_epoch, images=float(trainer.callback_metrics["images"]))
 
     num_hosts, meet = options["hosts"], options["meet"]
+    ways: dict[str, Any] = {"ranks_per_node": options["ranks"], "comm": Comm(tune="off")}
+    if not part.get("is_plain"):
+        least, silent_s = part.get("min_hosts", 1), options["silent_s"]
+        ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)
+        del ways["ranks_per_node"]
     strategy = HybridAllReduceStrategy(
-        elastic=Elastic(
-            max_hosts=num_hosts, min_hosts=part.get("min_hosts", 1), meet=meet, silent_s=options["silent_s"]
-        ),
         between_nodes=Mean(dtype="int8" if "int8" in options["with"] else None),
         shard_update="node" if "shard_update" in options["with"] else "off",
+        **ways,
     )
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
@@ -132,6 +141,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options["ranks"],
+        num_nodes=num_hosts if part.get("is_plain") else 1,
         strategy=strategy,
         precision=options["precision"],
         max_steps=part["end"],
@@ -374,6 +384,33 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     return found
 
 
+def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int) -> dict[str, Any]:
+    """Compare processor time of steps with `elastic` and without, in pairs."""
+    first, last = 30, 230
+    ratios: list[float] = []
+    for pair in range(num_pairs):
+        seconds: dict[bool, float] = {}
+        for is_plain in (False, True) if pair % 2 else (True, False):
+            part = {"end": last + 1, "measured": [first, last], "is_plain": is_plain, "port": _free_port()}
+            run = Hosts(options, folder / "pair", part)
+            names = [chr(ord("a") + place) for place in range(options["hosts"])]
+            for name in names:
+                run.start(name)
+            num = options["hosts"] * options["ranks"]
+            run.wait("a healthy run", lambda: sum(row["event"] == "end" for row in run.rows) == num)
+            times = [
+                row["processor_s"] * (1 if row["step"] == last else -1) for row in run.rows if row["event"] == "time"
+            ]
+            seconds[is_plain] = sum(times) / num / (last - first)
+            for name in names:
+                run.end(name)
+        ratios.append(seconds[False] / seconds[True])
+        print(
+            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {ratios[-1]:.3f}", flush=True
+        )
+    return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "pairs": num_pairs}
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as one:
         return int(one.getsockname()[1])
@@ -397,12 +434,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-reference", action="store_true")
+    parser.add_argument("--healthy", type=int, default=0, help="pairs of runs without losses, in place of losses")
     given = parser.parse_args()
     options = vars(given) | {"with": given.with_.split(","), "kinds": given.kinds.split(",")}
     options |= {"out": str(given.out), "silent_s": 2.0, "val_s": 0.02}
     multiprocessing.set_forkserver_preload(
         ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
     )
+    if given.healthy:
+        print(json.dumps(healthy(options, given.out, num_pairs=given.healthy)))
+        return
     run, losses = disturbed(options, given.out / "run")
     wanted = None if given.no_reference else reference(options, given.out / "reference", parts_of(run.rows))
     found = report(run, losses, wanted)

@@ -279,7 +279,7 @@ class ElasticFit:
 
 
 def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    # A function: Lightning copies what it keeps of `reduce`, and a `partial` would be copied with all that it refers to.
+    # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
     return lambda *args, **kwargs: by(method, *args, **kwargs)
 
 
