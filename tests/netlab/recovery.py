@@ -3,7 +3,7 @@
 Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
 
     loss        `kill`: SIGKILL to a host; `split`: as a rank has its last sum, and another has not;
-                `stop`: SIGSTOP, a host that is silent; `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
+                `stop`: SIGSTOP, a host that is silent, and not the first; `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
                 `joining`: SIGKILL to a host that joins, and to another meanwhile
     reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
     seconds     from the signal to the next step of all others; of one that joins, the longest step of the others
@@ -248,15 +248,13 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
     run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
     for name in names:
         run.start(name)
+        time.sleep(2.0 * (name == "a"))  # it takes the first address: where hosts are silent, its half goes on
     num_all = options["hosts"]
     run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
     for number in range(options["losses"]):
         kind = options["kinds"][number % len(options["kinds"])]
-        first = "a" if kind == "split" else draw.choice(names)
-        others = [name for name in names if name != first]
-        lost = draw.sample(others if kind == "split" else names, options["lost"])
-        if first in lost:
-            lost.remove(first) if len(lost) > 1 else None
+        may_be_lost = names[1:] if kind in ("split", "stop") else names
+        lost = draw.sample(may_be_lost, options["lost"])
         left = [name for name in names if name not in lost]
         time.sleep(draw.random() * STEPS_BETWEEN * PAUSE_S)
         if kind == "split":
