@@ -3,7 +3,8 @@
 Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
 
     loss        `kill`: SIGKILL to a host; `split`: as a rank has its last sum, and another has not;
-                `stop`: SIGSTOP, a host that is silent, and not the first; `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
+                `stop`: SIGSTOP, a host that is silent, and not the first;
+                `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
                 `joining`: SIGKILL to a host that joins, and to another meanwhile
     reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
     seconds     from the signal to the next step of all others; of one that joins, the longest step of the others
