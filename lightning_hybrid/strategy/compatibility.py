@@ -104,11 +104,7 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
-<<<<<<< HEAD
-        *(
-            (name, "node slices", _WHOLE)
-            for name in ("pipeline", "shard update", "adasum", "narrow sums", "local steps")
-        ),
+        *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves would have to agree on a loss between two averages"),
         ("error feedback", "elastic", "a lost host takes its residual with it"),
@@ -116,9 +112,6 @@ EXCLUDED = tuple(
         ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
         ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
         ("extensions", "elastic", "they are given groups and ranks that stay"),
-=======
-        *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
->>>>>>> main
         # with what the run has
         ("manual optimization", "elastic", "the closure of a step is what is run again"),
         ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),

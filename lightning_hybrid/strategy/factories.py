@@ -69,6 +69,8 @@ def elastic_for(strategy: Any) -> ElasticFit | None:
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 
     found = comm.asked | in_module(module) | in_callbacks(module.trainer.callbacks)
+    if any(getattr(one, "node_slices", ()) for one in module.modules()):
+        found["node slices"] = "`node_slices`"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
     if (batches := module.trainer.accumulate_grad_batches) > 1:

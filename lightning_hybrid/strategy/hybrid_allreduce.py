@@ -238,7 +238,7 @@ class HybridAllReduce(_Base):
             refuse_nothing_to_train(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._extensions, self._comm.elastic_fit = made_for(self), elastic_for(self)
+            self._comm.elastic_fit, self._extensions = elastic_for(self), made_for(self)
             self._loaders.begin(trainer, self.distributed_sampler_kwargs)
         super().setup(trainer)
         if self._failures.engine is not None:
