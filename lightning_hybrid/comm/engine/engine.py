@@ -98,13 +98,11 @@ class CommEngine:
         num_terms: int | None = None,
     ) -> None:
         self.topology, self.plan, self.device = topology, plan, device
-        self.num_terms = num_terms or topology.world_size
         self.trace = CommTrace() if trace is None else trace
-        self.dtype_across_nodes = dtype_across_nodes
+        self.dtype_across_nodes, self.num_terms = dtype_across_nodes, num_terms or topology.world_size
         self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
-        self._timeout = timeout
+        self._timeout, self._is_closed = timeout, False
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
-        self._is_closed = False
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
             warnings.warn(fallback, stacklevel=2)
@@ -114,15 +112,12 @@ class CommEngine:
     def _begin(self, compared: Any, *, replicas: Any = None, group: Any = None, groups: Any = None) -> None:
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
-        self._latch = FailureLatch(order := BucketOrder())
-        self._order = order
+        self._order = BucketOrder()
+        self._latch = FailureLatch(self._order)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
         topology, on_cuda, dtype = self.topology, self._on_cuda, self.dtype_across_nodes
-        found = (
-            ("", [], [])
-            if topology.world_size == 1
-            else compare_plans(self.plan, topology, self.device, dtype, group, compared)
-        )
+        alone = topology.world_size == 1
+        found = ("", [], []) if alone else compare_plans(self.plan, topology, self.device, dtype, group, compared)
         self._watchdog = self._new_watchdog(*found)
         across = None if isinstance(dtype, Codec) else dtype
         self._new_job = partial(Job, topology=topology, dtype_across=across, by_backend=on_cuda)
@@ -132,9 +127,10 @@ class CommEngine:
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
 
     def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
-        rank, size, limit_s = self.topology.rank, self.topology.world_size, GIVE_UP_AT * self._timeout.total_seconds()
+        rank, size = self.topology.rank, self.topology.world_size
         store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
-        known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s if self._on_cuda else None}
+        limit_s = GIVE_UP_AT * self._timeout.total_seconds() if self._on_cuda else None
+        known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
         return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
@@ -283,8 +279,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
-        # new gets `contents`, which are compared through the store before anything of it is sent.
+        # Returns the checksum of the order, of a step's last bucket. One whose record is new gets `contents` to compare.
         reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         several = self.topology.world_size > 1
