@@ -23,7 +23,6 @@ def is_exact(found: dict[str, Any]) -> bool:
     return not any(found[what] for what in ("twice_or_missing", "with_two_digests", "differ_from_reference"))
 
 
-@pytest.mark.timeout(180)
 def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_path: Path) -> None:
     found = lose_hosts(tmp_path, kinds=["kill"])
     assert is_exact(found), found
