@@ -117,6 +117,19 @@ def own_ip_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def listen_at_path(path: str) -> socket.socket:
+    """Listen on a Unix socket."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise RuntimeError("elastic: another first rank of this host runs: give each host a name of its own") from error
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
 def listen(address: tuple[str, int]) -> socket.socket | None:
     """Listen on one address; None where it is another host's, or taken."""
     sock = socket.socket()

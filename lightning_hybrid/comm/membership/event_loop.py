@@ -83,7 +83,7 @@ class EventLoop:
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the thread, soon."""
         self._commands.append(command)
-        with suppress(OSError):  # full: it wakes anyway; closed: nobody is left to wake
+        with suppress(OSError):  # full: it wakes anyway; closed: there is none to wake
             self._wake.send(b"x")
 
     def fds(self) -> set[int]:
@@ -127,6 +127,8 @@ class EventLoop:
         try:
             self._serve_all()
         except Exception as error:
+            if self._is_closing.is_set():
+                return
             self._close_all()
             self._on_crash(error)
             raise

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.connection import Connection, MalformedError, listen, own_ip_towards, split
+from lightning_hybrid.comm.membership.connection import (
+    Connection,
+    MalformedError,
+    listen,
+    listen_at_path,
+    own_ip_towards,
+    split,
+)
 from lightning_hybrid.comm.membership.event_loop import EventLoop
-from lightning_hybrid.comm.membership.view import address_of, host_key, name_of
+from lightning_hybrid.comm.membership.view import Settings, address_of, host_key, name_of
 from lightning_hybrid.comm.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[str, Any], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What `Membership` was given; its docstring says what each is."""
-
-    host: str
-    local: int
-    ranks_per_host: int
-    meet: tuple[str, ...]
-    min_hosts: int
-    max_hosts: int
-    token: str
-    silent_s: float
-    wait_s: float
-
-    @property
-    def tick_s(self) -> float:
-        """Time between two signs of life."""
-        return self.silent_s / 8
-
-    @property
-    def path(self) -> str:
-        """Where the ranks of a host meet: an abstract Unix socket, which ends with its process."""
-        words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
-        return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 class Host:
@@ -65,10 +44,7 @@ class Host:
                 self._place = place
         ip = at_meet.getsockname()[0] if at_meet else own_ip_towards(settings.meet[0])
         at_own = listen((ip, 0))
-        at_path = socket.socket(socket.AF_UNIX)
-        at_path.bind(settings.path)
-        at_path.listen(settings.ranks_per_host)
-        at_path.setblocking(False)
+        at_path = listen_at_path(settings.path)
         assert at_own is not None
         self.key = host_key(settings.host, f"{ip}:{at_own.getsockname()[1]}", self._place, secrets.token_hex(4))
         self.machine = ViewChange(
@@ -83,7 +59,7 @@ class Host:
         self._ranks: dict[int, Connection] = {}  # of this host
         self._asked: dict[int, Connection] = {}  # by place in `meet`
         self._answers: dict[int, tuple[str, bool, float]] = {}  # whom to join there, whether it runs, when it said so
-        self._refused: set[int] = set()  # places where nobody listens
+        self._refused: set[int] = set()  # places where no one listens
         self._since_s = 0.0  # since when this host asks, or its lobby has not grown
         self._num_waiting = 0
         self._has_asked_for_store = False
@@ -141,12 +117,15 @@ class Host:
             if what == "send":
                 self.loop.send(self._peer(rest[0]), **rest[1])
                 continue
-            for each in list(self._ranks.values()):
-                self.loop.send(each, kind=what, value=rest[0])
-            self._deliver(what, rest[0])
+            self._tell(what, rest[0])
         if self.machine.wants_store and not self._has_asked_for_store:
             self._has_asked_for_store = True
             self._deliver("store", "")
+
+    def _tell(self, what: str, value: Any) -> None:
+        for each in list(self._ranks.values()):
+            self.loop.send(each, kind=what, value=value)
+        self._deliver(what, value)
 
     def _peer(self, host: str) -> Connection:
         if host not in self._peers:
@@ -167,10 +146,10 @@ class Host:
             self._message_of_rank(connection, message)
         elif connection is self._peers.get(connection.peer) or connection in self._asked.values():
             if kind == "refused":
-                self._deliver("refused", message["why"])
+                self._tell("refused", message["why"])
             elif kind == "at" and not self.machine.run:
-                place = next(place for place, each in self._asked.items() if each is connection)
-                self._answers[place] = (message["host"], message["is_running"], monotonic())
+                place = list(self._asked.values()).index(connection)
+                self._answers[list(self._asked)[place]] = (message["host"], message["is_running"], monotonic())
             elif kind != "at":
                 raise MalformedError(f"{kind} where only answers come")
         else:
@@ -207,11 +186,11 @@ class Host:
         connection.is_trusted = True
 
     def _message_of_rank(self, connection: Connection, message: dict[str, Any]) -> None:
-        local = next(local for local, each in self._ranks.items() if each is connection)
+        local = next((local for local, each in self._ranks.items() if each is connection), 0)
         self._seen_s[str(local)] = monotonic()
-        if message["kind"] == "come":
+        if local and message["kind"] == "come":
             self._come(local, int(message["committed"]))
-        elif message["kind"] == "bye":
+        elif local and message["kind"] == "bye":
             del self._ranks[local]
 
     def _ended(self, connection: Connection, is_dead: bool) -> None:
@@ -236,7 +215,7 @@ class Host:
         if self.machine.is_over:
             return
         now = monotonic()
-        if is_late:  # nobody was heard meanwhile, for no fault of theirs
+        if is_late:  # none was heard meanwhile, for no fault of theirs
             self._seen_s = dict.fromkeys(self._seen_s, now)
         self._meet(now)
         machine, silent_s = self.machine, self._settings.silent_s

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_hybrid.comm.membership.connection import Connection, split
 from lightning_hybrid.comm.membership.event_loop import EventLoop
-from lightning_hybrid.comm.membership.host import Deliver, Host, Settings
-from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, View, members_of
+from lightning_hybrid.comm.membership.host import Deliver, Host
+from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
 
 
 def end_process(why: str) -> None:
@@ -75,9 +75,10 @@ class Follower:
         if kind == "hello":
             self.key = message["key"]
             self._say_it()
-        elif kind == "bye":
-            self._has_left = True
         elif kind != "alive":
+            # From then on the first rank may end, each time for a reason of its own.
+            self._has_left = self._has_left or kind in ("bye", "isolated", "refused")
+        if kind not in ("hello", "alive", "bye"):
             self._deliver(kind, message["value"])
 
     def _ended(self, connection: Connection, is_dead: bool) -> None:
@@ -188,7 +189,7 @@ class Membership:
 
         Raises:
             TimeoutError: no view in time; says what was waited for.
-            IsolatedError: the others go on without this host, or nobody may.
+            IsolatedError: the others go on without this host, or none may.
         """
         ends_s = monotonic() + timeout_s
         with self._changed:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 class IsolatedError(RuntimeError):
-    """Raised where this host may not go on: the others do without it, or nobody may. Save, and end."""
+    """Raised where this host may not go on: the others do without it, or none may. Save, and end."""
 
 
 class RefusedError(RuntimeError):
@@ -56,6 +58,32 @@ class View:
     def rank_of(self, member_id: str) -> int:
         """Return the rank of a member in this view."""
         return [member.id for member in self.members].index(member_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `Membership` was given; its docstring says what each is."""
+
+    host: str
+    local: int
+    ranks_per_host: int
+    meet: tuple[str, ...]
+    min_hosts: int
+    max_hosts: int
+    token: str
+    silent_s: float
+    wait_s: float
+
+    @property
+    def tick_s(self) -> float:
+        """Time between two signs of life."""
+        return self.silent_s / 8
+
+    @property
+    def path(self) -> str:
+        """Where the ranks of a host meet: an abstract Unix socket, which ends with its process."""
+        words = "\n".join([str(os.getuid()), self.host, self.token, *self.meet])
+        return "\0lightning-hybrid-" + hashlib.sha256(words.encode()).hexdigest()[:32]
 
 
 def host_key(name: str, address: str, place: int | None, nonce: str) -> str:

@@ -215,7 +215,7 @@ class ViewChange(Knowledge):
         self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
         self.attempts[offer["to"], head] = offer["next"]
         self.promised, self.top, self.accepted = offer["to"], max(self.top, offer["to"]), offer
-        # Now, not when it is installed: whoever is left out must hear of it before it can see the others end.
+        # Now, not when it is installed: who is left out must hear of it before it can see the others end.
         self._exclude([host for host in before if host not in offer["next"]], offer["to"], offer["next"])
         self._send([head], kind="accept", number=offer["to"])
         self._advance()
@@ -235,7 +235,7 @@ class ViewChange(Knowledge):
         joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
         joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[len(kept) :]
         if len(kept) + len(joining) < self._min_hosts:
-            self.proposal = {}  # whoever comes next is for the next one
+            self.proposal = {}  # who comes next is for the next one
             return
         wanted = {**self.state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
@@ -244,7 +244,7 @@ class ViewChange(Knowledge):
                 return
             self.promised = self.top = self.top + 1
             steps = {host: self.readies[host]["committed"] for host in kept}
-            # In the first meeting all come alike, from a checkpoint or none; later, who joins has nothing.
+            # In the first meeting all come with what they have; later, who joins has nothing.
             nothing = [-1] * self._ranks_per_host
             steps |= {host: nothing if self.hosts else self.lobby[host] for host in joining}
             why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]

@@ -50,7 +50,8 @@ class Explorer:
     machine: Callable[..., ViewChange] = ViewChange
     min_hosts: int = 1
     is_founding: bool = False
-    are_waiting: bool = False
+    are_waiting: bool = False  # the joiners have asked already
+    first: int = 0  # states after which to stop; 0: none is left out
     cut_whole: bool = False  # a cut takes a host from all others, in place of one pair
 
     def __post_init__(self) -> None:
@@ -308,6 +309,8 @@ class Explorer:
                 if each not in came_from:
                     came_from[each] = (world, name)
                     queue.append(each)
+            if self.first and len(came_from) > self.first:
+                return len(came_from)
             if len(came_from) > most:
                 raise WrongError(f"more than {most} states:\n" + "\n".join(self.path(came_from, world)))
         return len(came_from)

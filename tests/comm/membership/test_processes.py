@@ -91,8 +91,13 @@ class Cluster:
             return max(each["t"] for each in latest())
 
     def hear(self, host: str, event: str, within_s: float = 20.0) -> None:
+        """Wait until both ranks of a host have come to it."""
+
+        def is_heard() -> bool:
+            return {self.latest(host, local)["event"] for local in range(self.ranks)} == {event}
+
         with self.heard:
-            assert self.heard.wait_for(lambda: self.latest(host, 0)["event"] == event, within_s), self.said[-20:]
+            assert self.heard.wait_for(is_heard, within_s), self.said[-20:]
 
     def end(self) -> None:
         for each in [each for ranks in self.processes.values() for each in ranks]:

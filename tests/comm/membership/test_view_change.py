@@ -55,9 +55,9 @@ LARGE = {
     "3 hosts, two cuts": (no_more, {"hosts": "abc", "budget": {"cut": 2}}),
     "3 hosts, one is taken for lost": (somebody_goes_on, {"hosts": "abc", "budget": {"suspect": 1}}),
     "3 hosts, two are taken for lost": (no_more, {"hosts": "abc", "budget": {"suspect": 2}}),
-    "a host joins three, any may die": (
+    "a host joins three, any may die: the first 200,000 states": (
         no_more,
-        {"hosts": "abc", "joiners": "j", "budget": {"kill": 1}, "are_waiting": True},
+        {"hosts": "abc", "joiners": "j", "budget": {"kill": 1}, "are_waiting": True, "first": 200_000},
     ),
     "a host joins two, two may die": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"kill": 2}}),
     "a host joins two, a cut": (the_arbiter_goes_on, {"hosts": "ab", "joiners": "j", "budget": {"cut": 1}}),

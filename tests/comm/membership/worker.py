@@ -12,16 +12,20 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-for name in ("lightning_hybrid", "lightning_hybrid.comm"):  # without what their __init__ imports
-    package = types.ModuleType(name)
-    package.__path__ = [str(ROOT / name.replace(".", "/"))]
-    sys.modules[name] = package
 
-from lightning_hybrid.comm.membership.membership import Membership  # noqa: E402
-from lightning_hybrid.comm.membership.view import IsolatedError  # noqa: E402
+
+def without_torch():
+    """Make the packages importable without what their `__init__` imports."""
+    for name in ("lightning_hybrid", "lightning_hybrid.comm"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(ROOT / name.replace(".", "/"))]
+        sys.modules[name] = package
 
 
 def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait_s):
+    from lightning_hybrid.comm.membership.membership import Membership
+    from lightning_hybrid.comm.membership.view import IsolatedError
+
     def say(event, **more):
         line = json.dumps({"t": time.time(), "host": host, "local": int(local), "event": event, **more})
         os.write(1, f"{line}\n".encode())  # whole, as two threads do so
@@ -59,4 +63,6 @@ def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait
         say("isolated", why=str(error))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    without_torch()
+    main(*sys.argv[1:])
