@@ -7,6 +7,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -162,6 +163,8 @@ class Views:
     def leave(self, error: BaseException | None) -> None:
         """Leave the run; where there is an error, the others take it for a loss."""
         if error is None:
+            with suppress(RuntimeError):  # together with the ranks of this host, which may still need each other
+                dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
 
