@@ -279,7 +279,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # Returns the checksum of the order, of a step's last bucket. One whose record is new gets `contents` to compare.
+        # Returns the checksum of the order, of a step's last bucket. One with a new record gets `contents` to compare.
         reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         several = self.topology.world_size > 1
