@@ -71,6 +71,7 @@ class CommSetup:
         self.hook_state: HookState | None = None
         self.elastic: Elastic | None = None
         self.elastic_fit: ElasticFit | None = None
+        self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
         self._tuning: FitTuning | None = None
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
