@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from lightning_hybrid.comm.plan import Algorithm, CommPlan
-from recipes.benchmarks.updates import ARMS
 from recipes.datasets import packing
 from tests.checkout import ROOT
 from tests.data.images.pictures import write_root
@@ -46,30 +45,6 @@ def benched(folder: Path, said: str) -> None:
     assert head["environment"]["torch"] == torch.__version__
     with open(folder / "run/table.csv") as file:
         assert len(list(csv.reader(file))) == 1 + len(rows)
-
-
-def updated(folder: Path, said: str) -> None:
-    content = content_of(folder / "run/bench.json")
-    rows, steps = content["rows"], content["training"]
-    assert [row["arm"] for row in rows] == [*ARMS]
-    assert all(len(row["times_s"]) == 2 for row in rows)
-    assert content["copy_bytes_per_s"] > 1e8  # more than a disk
-    assert [(row["batch_size"], row["arm"]) for row in steps] == [(2, "mixed_sgd"), (2, "ours_lars")]
-    assert all(len(row["images_per_s"]) == 2 and min(row["images_per_s"]) > 0 for row in steps)
-    assert all(arm in (folder / "run/table.md").read_text() for arm in ARMS)
-
-
-def fed(folder: Path, said: str) -> None:
-    content = content_of(folder / "run/bench.json")
-    arms = {row["arm"]: row for row in content["speeds"]}
-    assert {"Pillow + DataLoader", "ours, folder, pillow", "ours, shards, pillow", "ours, noise"} <= set(arms)
-    assert all(len(row["images_per_s"]) == 1 and row["images_per_s"][0] > 0 for row in arms.values())
-    small, large = arms["ours, shards, 256 px, pillow"], arms["ours, shards, pillow"]
-    assert small["bytes_per_image"] < 0.7 * large["bytes_per_image"]
-    assert [row["load"] for row in content["waits"]] == [0.5, 0.5]
-    assert "scratch" not in content["config"]["bench"]
-    # two heads and the rows, less the very first line
-    assert (folder / "run/table.md").read_text().count("\n| ") == 2 * 1 + len(arms) + 2 - 1
 
 
 def measured(folder: Path, said: str) -> None:
@@ -156,18 +131,6 @@ COMMANDS = {
         says=("written to TMP/run",),
         files=("bench.svg",),
         look=benched,
-    ),
-    "updates": Command(
-        words="-m recipes.benchmarks.optimizer device=cpu updates.gradients=[linear_8mib] "
-        f"updates.arms=[{','.join(ARMS)}] updates.num_rounds=2 updates.num_warmup=1 "
-        "training.arms=[mixed_sgd,ours_lars] training.batch_sizes=[2] training.image_size=16 training.depth=18 "
-        "training.num_steps=2 training.num_warmup_steps=1 training.num_rounds=2",
-        look=updated,
-    ),
-    "input": Command(
-        words="-m recipes.benchmarks.input bench.num_photos=40 bench.batch_size=4 bench.num_batches=2 "
-        "bench.num_rounds=1 bench.image_size=32 bench.num_threads=1 bench.loads=[0.5] bench.num_steps=2",
-        look=fed,
     ),
     "tune": Command(
         words="recipes/tune.py world.devices=2 measure.limit_s=4 measure.max_bytes=262144 model=alexnet_bn "

@@ -102,7 +102,7 @@ MISSPELT = {
     "dtype=bf16-true": "Did you mean precision=bf16-true?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
-    "optim=?": "`optim` (=?) must be one of lamb, lars, muon, sgd. Set optim=<one of them>.",
+    "optim=?": "`optim` (=?) must be one of lamb, lars, sgd. Set optim=<one of them>.",
     "trainer.detect_anomaly=true": "An argument that conf leaves out is added by a plus: +trainer.detect_anomaly=true.",
     "cluster=netlab": "added by a plus: +cluster=netlab.",
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
