@@ -14,7 +14,6 @@ from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_check
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
 from recipes.training.tracking import TrackerRun, saved_state
-from tests.evidence.outcomes import outcomes_of
 from tests.recipes.composed import composed
 from tests.scenes import fit
 from tests.toy import Toy
@@ -175,8 +174,11 @@ def logged_twice(*given):
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
 )
-@pytest.mark.parametrize("from_step", [5, 6])
-@pytest.mark.parametrize("settings", [{}, {"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "from_step"),
+    [({}, 6), ({"log_every_n_steps": 2}, 5), ({"accumulate_grad_batches": 2}, 6)],
+    ids=str,
+)
 def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
     """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
@@ -221,12 +223,3 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
         again.log_metrics({"loss": 2.0}, step=3)
     again.save()
     assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]
-
-
-# ---- killed runs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_runs_killed_at_random_points_end_as_an_undisturbed_one(tmp_path):
-    """Three points, four ways to damage a file, a full disk; `tests/evidence/resume` says what of it broke."""
-    assert outcomes_of("resume", tmp_path, "num_trials=3", "seed=11") == [True] * 8
