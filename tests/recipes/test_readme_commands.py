@@ -19,7 +19,6 @@ PROGRAM = r"(?:python|torchrun|srun)\b[^`\n]*?(?:(recipes/[\w/]+)\.py|-m ((?:tes
 OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
 COMMAND = re.compile(rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)")
 SINCE_RENAMED = {  # a dated record has the command of its commit
-    "recipes.faults_environment": "tests.evidence.environments",
     "recipes.faults_cost": "tests.evidence.faults.cost",
     "recipes.faults_resume": "tests.evidence.resume",
     "recipes.tune_check": "tests.evidence.planner.tune_check",

@@ -46,7 +46,6 @@ BASES: dict[str, list[str]] = {
     "recipes.tune": [],
     "tests.evidence.faults.__main__": ["only=[rank dies]"],
     "tests.evidence.resume.__main__": [],
-    "tests.evidence.environments.__main__": ["only=[HOME unset]"],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -58,7 +57,6 @@ WORK = [
     ("recipes.planning.gradient_timing", None, "time_gradients"),
     ("tests.evidence.faults.case", None, "run_cases"),
     ("tests.evidence.resume.trials", None, "resume_outcomes"),
-    ("tests.evidence.environments.trials", None, "environment_outcomes"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

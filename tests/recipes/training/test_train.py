@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,21 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
         for path in sorted(run_dir.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         run_dir.rmdir()
+
+
+@pytest.mark.long
+def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who_reads(tmp_path):
+    """In a process of its own: some of it is read when torch is imported."""
+    places = dict.fromkeys(("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TMPDIR"), "/proc/none")
+    environment = places | {"PATH": "/none", "CXX": "none", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    run_dir = tmp_path / "ä ☃ b"
+    few = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.devices=1", f"hydra.run.dir='{run_dir}'"]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "recipes/train.py", *SHORT, *few]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, timeout=240)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"standard output takes no more (No space left on device)" in done.stderr
+    assert (run_dir / "summary.json").exists()
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from recipes.planning.calibration.calibrate import calibrate
 from recipes.planning.calibration.link_fit import fit_line
 from recipes.planning.calibration.microbenchmarks import (
     Measurement,
+    Measurements,
     Microbenchmark,
     measure,
     validate,
