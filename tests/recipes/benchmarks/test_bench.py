@@ -22,13 +22,9 @@ def configured(*overrides):
 
 MISTAKES = {
     "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must be some of float32",
-    "allreduce.min_bytes=0": r"`min_bytes`, `max_bytes`, `factor` \(=0, ",
-    "allreduce.algorithms=[ring]": r"`algorithm` \(='ring'\)",
     "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
-    "steps.arms=[ring]": r"`algorithm` \(='ring'\)",
     "steps.overlap=ddp": r"`overlap` \(=ddp\) must be a hybrid arm",
     "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
-    "steps.bucket_bytes=0": r"`bucket_bytes` \(=0\)",
 }
 
 

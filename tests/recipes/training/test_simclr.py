@@ -11,7 +11,8 @@ from tests.recipes.training.test_recipes import NO_FILES, QUIET
 from tests.scenes import Saves, same
 
 SMALL = (
-    "recipe=simclr_lars global_batch_size=32 module.chunk=8 model.width=0.0625 warmup_epochs=0.1 trainer.max_steps=6"
+    "recipe=simclr_lars global_batch_size=32 module.chunk=8 model.width=0.0625 warmup_epochs=0.1 trainer.max_steps=6 "
+    "+module.max_probe_images=256 trainer.limit_test_batches=1"
 )
 
 
