@@ -41,11 +41,8 @@ BASES: dict[str, list[str]] = {
     "recipes.search": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
-    "tests.evidence.memory.__main__": [],
     "recipes.report": ["runs=[TMP/run]"],
     "recipes.tune": [],
-    "tests.evidence.faults.__main__": ["only=[rank dies]"],
-    "tests.evidence.resume.__main__": [],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -53,10 +50,7 @@ WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
     ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
-    ("tests.evidence.memory.census", "Census", "take"),
     ("recipes.planning.gradient_timing", None, "time_gradients"),
-    ("tests.evidence.faults.case", None, "run_cases"),
-    ("tests.evidence.resume.trials", None, "resume_outcomes"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

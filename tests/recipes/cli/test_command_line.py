@@ -41,7 +41,7 @@ def read(monkeypatch, capsys):
 # ---- help ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HYDRA_PROGRAMS)
 def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -79,6 +79,7 @@ MISSPELT = {
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
     "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
     "--config-dir=/nowhere": "'/nowhere' not found",
+    "trainer.max_epochs=2 data.rot=/x optim=adamw": "must be one of lamb, lars, sgd",
 }
 
 
@@ -88,18 +89,8 @@ def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert err.count("error: ") == 1
+    assert err.count("error: ") == (2 if "adamw" in words else 1), "a line for each wrong word"
     assert MISSPELT[words] in err
-
-
-def test_every_wrong_word_has_a_line(read):
-    code, _, err = read("train", "data.rot=/x", "optim=adamw", "trainer.max_epochs=2", "data=imagenet", "optm.lr=2")
-    assert code == 2
-    assert [line.partition(" (=")[0] for line in err.splitlines()] == [
-        "error: `optim`",
-        "error: `data.rot`",
-        "error: `optm.lr`",
-    ]
 
 
 def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read, monkeypatch):

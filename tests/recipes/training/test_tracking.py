@@ -69,7 +69,7 @@ def tracked(run_dir, *overrides, **variables):
 
 
 def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
-    about = ["optim.lr=30.0", "trainer.max_epochs=3", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
+    about = ["optim.lr=30.0", "trainer.max_epochs=2", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
     (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
     (found,) = runs_in(tmp_path)
     assert found.run.run_id == kept
@@ -80,11 +80,11 @@ def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tm
     assert found.config["code"] is None or len(found.config["code"]["commit"]) == 40
 
     losses = found.column(m.TRAIN_LOSS)
-    assert [step for step, _ in losses] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in losses] == [0, 1, 2, 3]
     assert found.summary[m.TRAIN_LOSS] == {"min": min(value for _, value in losses)}
     for name, best in ((m.VAL_ACC, max), (m.VAL_ACC_TOP5, max), (m.VAL_LOSS, min)):
         values = [value for _, value in found.column(name)]
-        assert len(values) == 3
+        assert len(values) == 2
         assert found.summary[name] == {best.__name__: best(values)}
     assert found.summary[m.TRAIN_LR] == found.column(m.TRAIN_LR)[-1][1]
 
@@ -140,6 +140,7 @@ def tracked_disabled(run_dir):
     return tracked(run_dir, "trainer.max_epochs=1", WANDB_MODE="disabled")
 
 
+@pytest.mark.long
 def test_a_disabled_tracker_writes_nothing_and_keeps_no_id(one_rank, tmp_path):
     assert one_rank.run(tracked_disabled, str(tmp_path), timeout_s=120.0) == [None]
     assert not list(tmp_path.rglob("*.wandb"))
