@@ -31,9 +31,6 @@ BASE = (
 ).split()
 
 
-# ---- killed runs -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class KillPoint:
     """Point at which a run is killed: see `kill_points.DieAt`."""
@@ -105,26 +102,16 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
 
 
 def noticed_by(ended: RanksExit) -> str:
-    """Return who noticed, in a few of the survivors' own words."""
+    """Return who noticed, in the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
-    for words in (
-        r"rank \d+ does not answer",
-        r"store [^.:]*does not answer",
-        r"comm: rank \d+ [^.:]*",
-        r"\w+Error: .{60}",
-    ):
-        if found := re.search(words, ended.output):
-            return found.group()
-    return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.output)[:80] or "-"
+    found = re.search(r"rank \d+ does not answer|comm: rank \d+ [^.:]*|\w+Error: .{60}", ended.output)
+    return found.group() if found else "nobody is left" if all(code < 0 for code in ended.codes) else "-"
 
 
 def last_line(text: str) -> str:
     """Return the last line with text."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-# ---- all of them --------------------------------------------------------------------------------------------------
 
 
 def resume_outcomes(

@@ -79,9 +79,6 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
 
 
-# ---- updates on CUDA -------------------------------------------------------------------------------------------------
-
-
 class FakeCuda:
     """Writes down what is queued, and counts a millisecond of the device for each step between two events."""
 

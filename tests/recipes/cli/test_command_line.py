@@ -38,9 +38,6 @@ def read(monkeypatch, capsys):
     HydraConfig.instance().cfg = before
 
 
-# ---- help ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HYDRA_PROGRAMS)
 def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatch):
@@ -65,9 +62,8 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
     assert keys <= there
 
 
-# ---- what cannot be composed -----------------------------------------------------------------------------------------
-
 MISSPELT = {
+    "trainer.max_epochs=2 data.rot=/x optim=adamw": "must be one of lamb, lars, sgd",
     "optim.learning_rate=3": "Did you mean optim.lr=3?",
     "epochs=3": "Did you mean trainer.max_epochs=3?",
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
@@ -79,7 +75,6 @@ MISSPELT = {
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
     "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
     "--config-dir=/nowhere": "'/nowhere' not found",
-    "trainer.max_epochs=2 data.rot=/x optim=adamw": "must be one of lamb, lars, sgd",
 }
 
 
@@ -103,9 +98,6 @@ def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read,
     assert waits == [5]  # the launcher ends all ranks when one has ended
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # then Hydra speaks
     assert read("train", "optm.lr=3") == (None, "", "")
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_command_is_named_as_this_one_was_started(tmp_path, monkeypatch):

@@ -56,9 +56,6 @@ def assert_same_but_for_rounding(one, other, *, ring=0):
         assert difference[:, :, inside, inside].max() <= 1
 
 
-# ---- without DALI ----------------------------------------------------------------------------------------------------
-
-
 def test_without_dali_the_decoder_is_refused(monkeypatch):
     def not_there(name):
         raise ModuleNotFoundError(name)
@@ -96,9 +93,6 @@ def test_other_formats_are_decoded_here_and_go_on_as_pixels():
 def test_what_is_no_whole_image_is_refused_before_dali_sees_it(data):
     with pytest.raises(CorruptImageError):
         decodable(data, decoder="pillow")
-
-
-# ---- with DALI -------------------------------------------------------------------------------------------------------
 
 
 @needs_dali

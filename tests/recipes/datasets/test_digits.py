@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader, batch_size_per_rank
+from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader
 from recipes.datasets.digits import NUM_TRAIN, DigitsDataModule, digits_split
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
@@ -78,14 +78,6 @@ def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_d
     for (images, labels), (expected_images, expected_labels) in zip(resumed, rest, strict=True):
         assert torch.equal(labels, expected_labels)
         assert torch.equal(images, expected_images)
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "nearest"), [(127, "126 or 128"), (1, "2"), (0, "2"), (-4, "2")], ids=str
-)
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global_batch_size, nearest):
-    with pytest.raises(ValueError, match=rf"`global_batch_size` \(={global_batch_size}\).*={nearest}\.$"):
-        batch_size_per_rank(global_batch_size=global_batch_size, world_size=2)
 
 
 def test_more_than_the_set_has_is_refused():

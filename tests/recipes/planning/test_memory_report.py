@@ -42,9 +42,6 @@ def blocks_of_known(name):
     return tuple(blocks_of(NETWORKS[name](), IMAGE))
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
     """The same network, forward and backward: the same bytes at the peak."""
     small = {"depth": 18, "width": 0.125, "num_classes": 10}
@@ -81,9 +78,6 @@ def test_activations_of_resnet_50_are_those_that_its_docstring_says():
     assert not has_checkpointing(nn.Linear(1, 1))
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["resnet50", "vgg16"])
 def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
     network, blocks = NETWORKS[name](), blocks_of_known(name)
@@ -117,9 +111,6 @@ def test_no_cut_separates_two_uses_of_a_parameter_which_is_counted_once():
     assert [block.numels for block in blocks_of(network, (4, 1, 1))] == [(16, 4), (), (16, 4), ()]
     network[2].weight = network[0].weight
     assert [block.numels for block in blocks_of(network, (4, 1, 1))] == [(16, 4, 4), ()]
-
-
-# ---- what fits -------------------------------------------------------------------------------------------------------
 
 
 def report(memory_bytes, *needs, batch_size=10):
@@ -161,9 +152,6 @@ def test_what_fits_is_said_or_what_to_try_up_to_the_first_that_does(memory_bytes
     found = report(memory_bytes, *needs)
     assert re.search(words, found.sentence((), "GPU"))
     assert found.largest_batch == largest_batch
-
-
-# ---- which parallelism pays ------------------------------------------------------------------------------------------
 
 
 def choices_of(found: Scenario, usable_bytes=None, **more):
@@ -227,9 +215,6 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)  # of line rate, 0.94 is payload
 
 
-# ---- published -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_published_pipelines_and_memory_are_as_recorded_and_as_the_readme_says():
     """The rows that are off are in the record too; the table of the README has their ratios."""
@@ -240,9 +225,6 @@ def test_published_pipelines_and_memory_are_as_recorded_and_as_the_readme_says()
     assert f"{', '.join(f'{row.ratio:.2f}' for row in speed_ups)} |" in readme
     assert all(0.9 < row.ratio < 1.25 for row in speed_ups)
     assert max(abs(row.ratio - 1) for row in now if "ZeRO" in row.what) < 0.02
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_answer_orders_what_to_try(monkeypatch):

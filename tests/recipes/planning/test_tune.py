@@ -119,9 +119,6 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert "links between nodes were not measured" in found.markdown()
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 class Unconnected:
     """A launcher whose ranks do not find each other."""
 

@@ -46,9 +46,6 @@ def rate(trainer, module, optimizer):
     return optimizer.param_groups[0]["lr"]
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
     """BatchNorm statistics are each rank's own after a step of training; all must judge the ones that are saved."""
     (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(statistics_of_a_test)
@@ -151,9 +148,6 @@ def warnings_of(max_steps):
     return [record.getMessage() for record in handler.buffer]
 
 
-# ---- the loss --------------------------------------------------------------------------------------------------------
-
-
 def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validation_shows():
     """Smoothed: (1 - s) times the plain loss and s times the mean over all classes, in float64."""
     torch.manual_seed(1)
@@ -171,9 +165,6 @@ def test_label_smoothing_is_for_training_alone_and_a_nan_of_one_batch_of_validat
     for images in (torch.full((5, 1, 16, 16), torch.nan), batch[0]):
         plain.validation_step((images, batch[1]), 1)
     assert plain.val_loss.compute().isnan()
-
-
-# ---- groups of parameters, layouts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

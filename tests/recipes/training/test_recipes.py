@@ -93,9 +93,6 @@ def trained(recipe):
     }
 
 
-# ---- published numbers -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "warmup_epochs", "decay_steps"),
     MLPERF,
@@ -141,9 +138,6 @@ def test_the_paper_s_runs_are_as_long_as_it_says():
     assert (ours.optim.direction, plain.optim.direction) == ("orthogonal", "momentum")
     ours.optim.direction = plain.optim.direction
     assert ours == plain
-
-
-# ---- what a user changes ---------------------------------------------------------------------------------------------
 
 
 def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():

@@ -27,9 +27,6 @@ def saved(folder, name, global_step, *, age_s=0.0, **more):
     return path
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_checkpoint_of_the_most_steps_is_taken_and_of_those_of_one_step_the_latest(tmp_path):
     assert resume.newest_whole(tmp_path / "checkpoints") is None
     (tmp_path / ".last.ckpt.part").write_bytes(b"half of a checkpoint")
@@ -140,9 +137,6 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
             assert found in caught
             assert num_steps == 0
     assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2  # which resumes from nothing
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 class Logging(Toy):

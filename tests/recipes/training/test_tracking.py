@@ -65,9 +65,6 @@ def tracked(run_dir, *overrides, **variables):
     return tracking.saved_run_id(f"{run_dir}/checkpoints/last.ckpt")
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
-
-
 def test_an_offline_run_holds_configuration_history_and_best_values(one_rank, tmp_path):
     about = ["optim.lr=30.0", "trainer.max_epochs=2", "logger.group=seeds", "logger.tags=[a,b]", "logger.notes=why"]
     (kept,) = one_rank.run(tracked, str(tmp_path), *about, timeout_s=120.0)
@@ -106,9 +103,6 @@ def test_a_resumed_run_goes_on_in_its_run(one_rank, tmp_path):
         range(len(rows))
     )  # W&B's own count goes on too: the files can be synchronised one after the other
     assert [each.run.run_id for each in runs_in(other)] == [begun, "mine"]
-
-
-# ---- where the tracker cannot be reached -----------------------------------------------------------------------------
 
 
 def error_against(address, run_dir, key):
@@ -162,9 +156,6 @@ def test_tensorboard_writes_into_the_run_directory(tmp_path):
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.finalize("success")
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
-
-
-# ---- the id in a checkpoint ------------------------------------------------------------------------------------------
 
 
 class Own:

@@ -130,12 +130,6 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert summary["world_size"] == 2
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     (tracked,) = runs_in(tmp_path)
-    checkpoint = last_checkpoint(tmp_path)
-    assert tracked.run.run_id == checkpoint["callbacks"]["TrackerRun"]["run_id"]
-    assert tracked.config["overrides"] == ["trainer.max_epochs=12"]
-    points = checkpoint["callbacks"]["RunReport"]["curves"]["val/acc"].tolist()
-    curve = [(step - 1, value) for step, value in points]
-    assert tracked.column("val/acc") == curve
     assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
     assert tracked.exit_code == 0
     lines = [line.split()[0] for line in out.strip().splitlines()[-7:]]

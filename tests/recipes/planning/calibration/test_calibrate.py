@@ -124,17 +124,6 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_n
             )
 
 
-@pytest.mark.long
-def test_flows_that_carry_more_than_one_make_the_link():
-    truth = gloo_cluster(2, 4)
-    world = world_of(truth)
-    found = calibrate(planted(truth, world, flow_gain=1.6), world)
-    assert found.cluster.across.bytes_per_s == pytest.approx(1.6 * truth.across.bytes_per_s, rel=0.05)
-    assert "one flow does not fill a node's link" in " ".join(found.notes)
-    once = calibrate(planted(truth, world, flow_gain=1.05), world)
-    assert once.cluster.across.bytes_per_s == pytest.approx(truth.across.bytes_per_s, rel=0.05)
-
-
 def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor_and_so_does_a_codec_whose_rate_is_found():
     """Large sums of one algorithm take 1.5 times what the model says, which links cannot explain, and those of 4 MiB in
     8 bits 1.4 times; links and software are fitted to sums that go through no codec."""
