@@ -42,7 +42,7 @@ def test_a_directory_that_takes_nothing_ends_the_program_in_words_on_rank_zero(m
     BeforeRun().on_run_start(cfg)  # other ranks write nothing
 
 
-@pytest.mark.parametrize("key", ["logger.settings.api_key", "logger.tags"])
+@pytest.mark.parametrize("key", ["logger.settings.api_key", "data.password", "logger.tags"])
 def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     value = f"[{{api_key: {MARKER}}}]" if key == "logger.tags" else MARKER

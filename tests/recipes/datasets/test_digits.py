@@ -23,10 +23,6 @@ def train_loader(num_images=103, **changes) -> TrainLoader:
     return TrainLoader(numbered(num_images), **settings)
 
 
-def labels_of(batches) -> list[list[int]]:
-    return [labels.tolist() for _, labels in batches]
-
-
 def test_the_split_is_stratified_disjoint_and_always_the_same():
     one, other = digits_split(), digits_split()
     assert len(one["train"].labels) == NUM_TRAIN
