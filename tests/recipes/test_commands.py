@@ -100,7 +100,6 @@ class Command:
     says: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     look: Callable[[Path, str], None] = lambda folder, said: None
-    is_default: bool = False
 
 
 TRIAL = [
@@ -139,7 +138,6 @@ COMMANDS = {
         says=("on 16 GPUs (2 x 8): ", "a step of 1,024 images takes ", "written to TMP/run"),
         files=("simulate.svg", "pipeline.svg"),
         look=planned,
-        is_default=True,
     ),
     "search": Command(
         words=SEARCH,
@@ -168,10 +166,8 @@ def run(words: str, folder: Path) -> Any:
     return run_program(*given, f"hydra.run.dir={folder}/run", cwd=ROOT, env=environment, timeout_s=240)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, id=name, marks=() if c.is_default else pytest.mark.long) for name, c in COMMANDS.items()],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_command_does_what_is_said_of_it(command, tmp_path):
     if "IMAGES" in command.words:
         write_root(tmp_path / "images", num_train=23, num_val=4)

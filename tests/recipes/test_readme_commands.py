@@ -57,7 +57,7 @@ def cases() -> dict[tuple[str, str], str]:
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()])
 def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     program, arguments = command

@@ -142,5 +142,4 @@ def test_ranks_of_a_trial_are_processes_of_which_none_is_left_when_one_fails():
 
 
 def test_what_trials_have_in_common_is_all_but_their_own():
-    assert common_of(SMALL, ("optim.lr=1",)) == common_of(SMALL, ("optim.lr=2",))
-    assert common_of(SMALL) != common_of((*SMALL, "optim.lr=2"))
+    assert common_of(SMALL, ("optim.lr=1",)) == common_of(SMALL) != common_of((*SMALL, "optim.lr=2"))

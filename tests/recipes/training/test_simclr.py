@@ -33,6 +33,7 @@ def ends_of(path):
     return found
 
 
+@pytest.mark.long
 def test_the_recipe_resumes_in_mid_epoch_to_the_bit_and_probes_its_features(two_ranks, tmp_path):
     one, other = two_ranks.run(ends_of, str(tmp_path / "third.ckpt"), timeout_s=240.0)
     (whole, probes), (resumed, again) = one

@@ -196,6 +196,7 @@ def measured_on_rank(limit_s, ranks_per_node):
     return measure(asked, topology, torch.device("cpu"))
 
 
+@pytest.mark.long
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
     assert all(other == first for other in others)
