@@ -23,7 +23,7 @@ from tests.netlab.cluster import Cluster
 NUM_BYTES = 4 * 2**20
 TOLERANCE = 0.02
 LAYOUTS = {"2x2": (2, 2, False), "4x2": (4, 2, False), "4x2 interleaved": (4, 2, True), "2x3": (2, 3, False)}
-QUICK = ("2x2",)
+QUICK = ("2x3",)
 DTYPES = (torch.float32, torch.float16)
 CODECS = (Codec(bits=8), Codec(bits=4))
 WITH_SUMS_OF_NODES = ("hierarchical", "two_level")  # where nodes have several ranks, a codec is for these
