@@ -1,5 +1,6 @@
 """Every variant by name is its family's own rule, on every path."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -83,11 +84,15 @@ def test_all_excluded_is_sgd_bit_for_bit(path, momentum_form, nesterov):
 @lists_or_loop
 @pytest.mark.parametrize("foreach", [False, True], ids="theirs={}".format)
 def test_all_excluded_is_sgd_and_adamw_bit_for_bit_at_any_numbers(path, foreach):
+    """Excluded groups have a rate that is multiplied."""
     sgd = {"lr": 0.1, "weight_decay": 1e-3, "momentum": 0.9, "nesterov": True}
     adamw = {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.85, 0.97)}
     ours = partial(LARS, momentum_form="lr_outside", **sgd, **path)
     assert_excluded_is(partial(torch.optim.SGD, foreach=foreach, **sgd), ours)
-    assert_excluded_is(partial(torch.optim.AdamW, foreach=foreach, **adamw), partial(LAMB, **adamw, **path))
+    assert_excluded_is(
+        partial(torch.optim.AdamW, foreach=foreach, **adamw),
+        partial(LAMB, **adamw | {"lr": 0.12}, excluded_lr_mult=0.25, **path),
+    )
 
 
 LAMB_FORMS = {
@@ -108,7 +113,8 @@ def test_fifty_steps_of_lamb_are_its_rule(form, path, capturable):
     layers = parameters((7,), (5, 3), (2, 2, 2), dtype=torch.float64)
     start = [layer.detach().flatten().tolist() for layer in layers]
     common = {"weight_decay": 0.1, **LAMB_FORMS[form]}
-    optimizer = LAMB(layers, lr=0.5, betas=(0.9, 0.99), maximize=True, capturable=capturable, **common, **path)
+    groups = [{"params": layers[:1]}, {"params": layers[1:]}]  # clipped together
+    optimizer = LAMB(groups, lr=0.5, betas=(0.9, 0.99), maximize=True, capturable=capturable, **common, **path)
     schedule = WarmupPolynomialDecay(optimizer, total_steps=50, warmup_steps=10)
     gradients, lrs = [], []
     for step in range(50):
@@ -138,3 +144,16 @@ def test_lamb_at_zero_norms_and_a_rate_of_zero(path):
         # |w| = 0 and |u| = 0: ratio 1, so AdamW's step lr / (1 + eps) and none.
         torch.testing.assert_close(layers[0], torch.full_like(layers[0], -lr / 1.5), rtol=1e-12, atol=0)
         assert_same_bits(layers[1:], before[1:])
+
+
+def test_adamw_state_continues_in_lamb_without_trust():
+    ours, theirs = parameters((6, 5)), parameters((6, 5))
+    adamw = torch.optim.AdamW(theirs, lr=0.03, weight_decay=0.1)
+    run(adamw, theirs, 3)
+    lamb = LAMB([{"params": ours, "trust_ratio": False}], lr=0.03, eps=1e-8, weight_decay=0.1)
+    state = copy.deepcopy(adamw.state_dict()["state"])  # torch shares the tensors that it is given
+    lamb.load_state_dict({"state": state, "param_groups": lamb.state_dict()["param_groups"]})
+    ours[0].data.copy_(theirs[0])
+    run(lamb, ours, 2, first=3)
+    run(adamw, theirs, 2, first=3)
+    assert_same_bits(ours, theirs)

