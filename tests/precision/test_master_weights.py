@@ -33,6 +33,7 @@ class Everything(nn.Module):
         self.head = nn.Linear(4, 5)
         self.head.weight = self.embedding.weight  # tied
         self.scale = nn.Parameter(torch.rand(4))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
         self.frozen = nn.Parameter(torch.rand(4), requires_grad=False)
         self.register_buffer("position", torch.rand(4))
         self.register_buffer("index", torch.arange(4))
@@ -47,7 +48,7 @@ def test_what_is_converted_and_what_stays(frozen):
     MasterWeights(module, F16, frozen=frozen)
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict(keep_vars=True).items()}
     half = {name for name, dtype in dtypes.items() if dtype is F16}
-    trained = {"conv.weight", "conv.bias", "embedding.weight", "head.weight", "head.bias", "scale"}
+    trained = {"conv.weight", "conv.bias", "embedding.weight", "head.weight", "head.bias", "scale", "empty"}
     assert half == (trained | {"frozen"} if frozen else trained)
     assert dtypes["fp64"] is torch.float64
     assert dtypes["position"] is module.metric.inside.dtype is torch.float32

@@ -108,9 +108,7 @@ def run(ranks, make, *, patches=(), as_on_cuda=True, timeout_s=60.0, **scene):
 # ---- the same step -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
-@pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb"])
+@pytest.mark.parametrize(("optimizer", "precision"), [("lars", "16-true"), ("lamb", "bf16-true")])
 def test_a_step_handed_over_is_the_step_by_parts_bit_for_bit(one_rank, optimizer, precision):
     """Also around an overflow: scales are powers of two, so dividing before the norm or after it is the same."""
     scene = {"precision": precision, "bad": [2] if precision == "16-true" else []}
@@ -134,12 +132,14 @@ def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, make, scen
 
 def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
     """Two micro-batches a step, gradients zeroed rather than dropped, an overflow that changes the scale between."""
-    scene = {"kind": KeepsGradients, "bad": [1], "accumulate_grad_batches": 2}
-    (whole, _), (parts, _) = (run(one_rank, "lars", callbacks=looks, **scene)[0] for looks in ([], [LOOKS]))
-    assert same(whole.weights, parts.weights)
+    kinds = [(KeepsGradients, []), (KeepsGradients, [LOOKS]), (Module, [])]
+    scene = {"bad": [1], "accumulate_grad_batches": 2}
+    (whole,), (parts,), (dropped,) = (run(one_rank, "lars", kind=one, callbacks=looks, **scene) for one, looks in kinds)
+    assert same(whole[0].weights, parts[0].weights)
+    assert same(whole[0].weights, dropped[0].weights)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lars_fused", "sgd_fused", "adamw_fused", "sgd_dampened"])
+@pytest.mark.parametrize("optimizer", ["lars_fused", "sgd_fused", "sgd_dampened"])
 def test_optimizers_skip_as_the_host_would(one_rank, optimizer):
     """From the very first step on, which a fused SGD of torch's cannot skip without leaving momentum uninitialised."""
     ((itself, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
@@ -178,12 +178,10 @@ def collectives_of(scene):
     return mode.counts, seen
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("optimizer", ["lars", "sgd_fused", "sgd"])
-def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks, optimizer):
+def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks):
     """As many as with bf16, which has the same tensors and nothing to agree on."""
-    full = two_ranks.run(collectives_of, scene_of(optimizer, precision="bf16-true"))
-    half = two_ranks.run(collectives_of, scene_of(optimizer, bad=[1, 2], bad_rank=1))
+    full = two_ranks.run(collectives_of, scene_of("lars", precision="bf16-true"))
+    half = two_ranks.run(collectives_of, scene_of("lars", bad=[1, 2], bad_rank=1))
     assert full[0][0], "the counter must see collectives"
     for (counts, seen), (full_counts, _) in zip(half, full, strict=True):
         assert seen.num_skipped == 4
@@ -239,12 +237,13 @@ def never(*_):
     return False
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb", "sgd_fused", "adamw_fused"])
-@pytest.mark.parametrize("scene", [{}, {"looks": True}, {"bad": [1]}, {"gradient_clip_val": 1.0}], ids=str)
-def test_a_step_asks_the_device_nothing(one_rank, optimizer, scene):
+@pytest.mark.parametrize(
+    ("optimizer", "looks", "scene"),
+    [("lars_lists", [], {"bad": [1]}), ("lamb", [LOOKS], {}), ("adamw_fused", [], {"gradient_clip_val": 1.0})],
+    ids=["skipped", "looked at", "clipped"],
+)
+def test_a_step_asks_the_device_nothing(one_rank, optimizer, looks, scene):
     """16 steps, 14 of them counted; Lightning's loop on one rank asks nothing either."""
-    looks, scene = ([LOOKS], {}) if "looks" in scene else ([], scene)
     assert host_reads(one_rank, optimizer, *looks, **scene) == [{}]
 
 
@@ -255,11 +254,10 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
 
 
-@pytest.mark.parametrize(("every", "num_reads"), [(1, 6 - 1), (4, 1)])
-def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks, every, num_reads):
+def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
     """Before batches 0 to 7, of which 2 on are counted."""
-    asks = partial(StopOnSignal, every_n_steps=every)
-    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": num_reads}] * 2
+    asks = partial(StopOnSignal, every_n_steps=4)
+    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
 def forbid_syncs(trainer, *_):
@@ -315,7 +313,7 @@ def at_once_and_behind(ranks, *callbacks, **scene):
         yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][0]
 
 
-@pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}, {"bad": [], "max_steps": 6}], ids=str)
+@pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}], ids=str)
 def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, scene):
     at_once, behind = at_once_and_behind(one_rank, **scene, log_every_n_steps=4)
     ((rates, group),), ((rates_behind, group_behind),) = (one.looks["on_train_start"] for one in (at_once, behind))
@@ -343,13 +341,12 @@ def state_of_plugin(trainer, *_):
     return trainer.precision_plugin.state_dict()
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "sgd_fused"])
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimizer):
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path):
     """Four epochs in one go, and the same from a checkpoint after the first."""
     path, looks = str(tmp_path / "1.ckpt"), at(on_train_end=state_of_plugin)
     scene = {"bad": [1], "scheduled": True, "max_epochs": 4}
-    ((whole, _),) = run(one_rank, optimizer, callbacks=[looks, Saves(path, epoch=0)], **scene)
-    ((resumed, _),) = run(one_rank, optimizer, callbacks=[looks], ckpt_path=path, **scene)
+    ((whole, _),) = run(one_rank, "lars", callbacks=[looks, Saves(path, epoch=0)], **scene)
+    ((resumed, _),) = run(one_rank, "lars", callbacks=[looks], ckpt_path=path, **scene)
     assert same(whole.weights, resumed.weights)
     assert whole.looks == resumed.looks
     assert whole.num_skipped == 4
@@ -358,11 +355,10 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimize
 # ---- endless overflow ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("log_every_n_steps", "num_steps"), [(10, 40), (25, 50), (1000, 80)])
-def test_endless_overflow_is_found_at_a_logged_step_or_at_the_end(one_rank, log_every_n_steps, num_steps):
-    scene = {"bad": range(8), "max_epochs": 10, "log_every_n_steps": log_every_n_steps, "raises": True}
+def test_endless_overflow_that_no_logged_step_has_found_is_found_at_the_end(one_rank):
+    scene = {"bad": range(8), "max_epochs": 6, "log_every_n_steps": 1000, "raises": True}
     ((seen, _),) = run(one_rank, "lars", **scene)
-    assert f"inf or nan for {num_steps} steps in a row" in seen.error
+    assert "inf or nan for 48 steps in a row" in seen.error
     assert "net.1.weight" in seen.error
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_hybrid import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import toy
-from tests.scenes import Spoiled, at, fit, gradients, same
+from tests.scenes import Spoiled, at, fit, same
 from tests.toy import Toy
 
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -76,13 +76,12 @@ class ExactModule(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=2.0**-10, momentum=0.5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_loss_scale_does_not_change_the_step(two_ranks, accumulate):
-    """Powers of two are exact: scale 1, 64, 1024 and no scaling in fp32 give the same bits."""
+def test_loss_scale_does_not_change_the_step(two_ranks):
+    """Powers of two are exact: scale 1, 1024 and no scaling in fp32 give the same bits."""
     train = DataLoader(torch.arange(-16.0, 16.0).reshape(8, 4), batch_size=1)
-    scene = {"train": train, "max_epochs": 1, "accumulate_grad_batches": accumulate}
+    scene = {"train": train, "max_epochs": 1, "accumulate_grad_batches": 2}
     reference = fit(two_ranks, ExactModule, precision="32-true", **scene)[0]
-    for scale in (1, 64, 1024):
+    for scale in (1, 1024):
         for seen in fp16(two_ranks, ExactModule, loss_scale=scale, **scene):
             assert same(seen.weights, reference.weights)
 
@@ -124,21 +123,7 @@ def norm_of_gradients(trainer, module, *_):
     return torch.stack([one.double().norm() for one in found]).norm().item() if found else None
 
 
-SEES_GRADIENTS = at(on_before_optimizer_step=gradients, on_before_zero_grad=norm_of_gradients)
-
-
-def test_hooks_see_unscaled_fp32_gradients(two_ranks):
-    half, full = (
-        fit(two_ranks, precision=precision, callbacks=[SEES_GRADIENTS], max_epochs=1)[0].looks[
-            "on_before_optimizer_step"
-        ][0]
-        for precision in ("16-true", "32-true")
-    )
-    del half["net.1.bias"]  # stands before a BatchNorm: its true gradient is zero
-    for name, gradient in half.items():
-        assert gradient.dtype is torch.float32
-        error = (gradient - full[name]).norm() / full[name].norm()
-        assert error < 0.02, name  # a few roundings at 2**-11 through four layers
+SEES_GRADIENTS = at(on_before_zero_grad=norm_of_gradients)
 
 
 def test_gradient_clipping_clips_the_unscaled_norm(two_ranks):
@@ -148,19 +133,10 @@ def test_gradient_clipping_clips_the_unscaled_norm(two_ranks):
         assert all(abs(norm - 1e-3) < 1e-7 for norm in norms)
 
 
-class KeepsGradients(Toy):
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-
-
-def test_zero_grad_without_none_changes_nothing(two_ranks):
-    assert same(fp16(two_ranks, KeepsGradients)[0].weights, fp16(two_ranks)[0].weights)
-
-
 # ---- fp32 again after every entry point ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("call", ["fit", "predict"])
 def test_exact_fp32_weights_are_back_after(two_ranks, call):
     """With lr 0 the very bits of the beginning, although the model was fp16 in between."""
     before = toy.weights(Toy())
@@ -263,9 +239,6 @@ def test_endless_overflow_stops_with_step_scale_and_cause(two_ranks):
     assert "not finite: look at the learning rate" in seen.error  # rank 1, whose loss it was
 
 
-# ---- accumulation, manual optimization, graphs ---------------------------------------------------------------------
-
-
 class Compiled(Toy):
     def __init__(self):
         super().__init__()
@@ -276,24 +249,6 @@ class Compiled(Toy):
 def test_compiled_network_trains_like_the_eager_one(one_rank):
     (compiled,), (eager,) = (fp16(one_rank, kind, max_epochs=1, timeout_s=180) for kind in (Compiled, Toy))
     assert compiled.losses == pytest.approx(eager.losses, abs=0.02)
-
-
-class Odd(Toy):
-    """With a parameter of no elements and some without gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.unused = nn.Linear(2, 2)
-
-    def loss(self, batch):
-        return super().loss(batch) + self.empty.float().sum()
-
-
-@pytest.mark.parametrize(("kind", "option"), [(Toy, "static_graph"), (Odd, "find_unused_parameters")])
-def test_ddp_options_and_parameters_that_are_empty_or_without_gradient_change_nothing(two_ranks, kind, option):
-    plain, with_option = fp16(two_ranks)[0], fp16(two_ranks, kind, **{option: True})[0]
-    assert with_option.losses == pytest.approx(plain.losses, abs=1e-6)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
