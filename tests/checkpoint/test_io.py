@@ -6,20 +6,17 @@ import errno
 import os
 import pickle
 import threading
-import warnings
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
@@ -112,11 +109,6 @@ def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_backgrou
     assert (num_refused == 0) == (weights_only is False)
 
 
-def _save_and_wait(io, checkpoint, path):
-    io.save_checkpoint(checkpoint, path)
-    io.teardown()
-
-
 def _type_and_value(io, value, path, weights_only):
     io.save_checkpoint({"hyper_parameters": {"value": value, "again": value}, "epoch": 1}, path)
     try:
@@ -126,26 +118,6 @@ def _type_and_value(io, value, path, weights_only):
     assert found["again"] is found["value"]
     found = found["value"]
     return type(found), found, repr(found), getattr(found, "__dict__", None) and sorted(vars(found))
-
-
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-def test_a_configuration_keeps_its_interpolations_where_its_classes_are_declared_safe(tmp_path, in_background):
-    omegaconf = pytest.importorskip("omegaconf")
-    io, config = DurableCheckpointIO(in_background=in_background), omegaconf.OmegaConf.create({"a": 1, "b": "${a}"})
-    node, base = omegaconf.nodes.AnyNode, omegaconf.base
-    classes = [omegaconf.DictConfig, node, base.ContainerMetadata, base.Metadata, Any, int, dict, defaultdict]
-    with pytest.warns(UserWarning, match=r"holds objects \(=.*DictConfig.*weights_only=False only, or after torch"):
-        _save_and_wait(io, {"hyper_parameters": {"cfg": config}}, tmp_path / "a.ckpt")
-    with torch.serialization.safe_globals(classes):
-        found = io.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["cfg"]
-    found.a = 2
-    assert (type(found), found.b) == (omegaconf.DictConfig, 2)
-
-
-def test_a_file_of_an_earlier_version_with_plain_hyper_parameters_loads(tmp_path):
-    old = {"hyper_parameters": {"cfg": {"a": 1, "b": 1}, "folder": "a/b"}, "hparams_name": "kwargs", "epoch": 1}
-    cf.write_checkpoint(old, tmp_path / "a.ckpt")
-    assert DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt") == old
 
 
 @pytest.fixture
@@ -270,47 +242,3 @@ def test_it_is_the_strategys_unless_another_is_given():
 def test_it_can_be_sent_to_the_ranks_that_are_spawned():
     io = pickle.loads(pickle.dumps(DurableCheckpointIO(in_background=True, timeout_s=5.0)))
     assert (io.in_background, io.timeout_s, io._thread.num_jobs) == (True, 5.0, 0)
-
-
-class Configured(toy.Toy):
-    def __init__(self, cfg=None):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def on_train_epoch_end(self):
-        self.log("loss", torch.tensor(float(self.current_epoch % 3)), sync_dist=True)
-
-
-def fitted(folder, in_background, resume=None):
-    """Top 2 of the epochs by a loss, `last` as a link; a resumed fit ends with the same weights."""
-    config = pytest.importorskip("omegaconf").OmegaConf
-    module = Configured(config.create({"widths": [1, 2], "twice": "${widths}"}))
-    trainer = toy.trainer(
-        strategy=HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=in_background)),
-        precision="16-true",
-        max_epochs=5,
-        callbacks=[ModelCheckpoint(folder, "{step}", monitor="loss", save_top_k=2, save_last="link")],
-        enable_checkpointing=True,
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The checkpoint .* holds objects")
-        trainer.fit(module, toy.loader(), ckpt_path=resume, weights_only=False)
-    return toy.weights(module), sorted(os.listdir(folder))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_lightnings_callback_keeps_what_it_always_kept(two_ranks, tmp_path, in_background):
-    first, other = tmp_path / "a", tmp_path / "b"
-    results = two_ranks.run(fitted, str(first), in_background)
-    files = results[0][1]
-    assert files == ["last.ckpt", "step=16.ckpt", "step=4.ckpt"]
-    for name in files:
-        assert cf.check_whole(first / name)
-    config = Configured.load_from_checkpoint(first / "step=4.ckpt", weights_only=False).hparams.cfg
-    config.widths[0] = 7
-    assert config.twice == [7, 2], "an interpolation"
-    again = two_ranks.run(fitted, str(other), in_background, str(first / "step=4.ckpt"))
-    for (weights, _), (resumed, _) in zip(results, again, strict=True):
-        assert toy.same_bits(weights, resumed)

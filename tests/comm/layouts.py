@@ -61,7 +61,7 @@ class Bucket:
         self.parameters = lambda: list(parameters)
 
 
-def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adasum: bool = False) -> str:
+def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
     """What this rank is told where rank 2 hands two buckets of one size over the other way round.
 
     `is_known`: after steps in which all did either, so that no bucket is new.
@@ -69,10 +69,8 @@ def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adas
 
     def step(order: tuple[int, int]) -> None:
         buckets = [(index, torch.full((40,), 1.0 + index)) for index in order]
-        futures = [
-            engine.submit(flat, bucket_index=i, is_last=i == 2, adasum_numels=(len(flat),) if is_adasum else ())
-            for i, flat in [*buckets, (2, torch.ones(8))]
-        ]
+        buckets.append((2, torch.ones(8)))
+        futures = [engine.submit(flat, bucket_index=i, is_last=i == 2) for i, flat in buckets]
         for future in futures:
             future.wait()
 

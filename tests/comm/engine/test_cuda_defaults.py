@@ -100,11 +100,11 @@ IN_PIECES += [CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_bucke
 
 @pytest.mark.parametrize("num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))])
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
-    """On every cluster of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
+    """On clusters of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
     numels, names = defaults.gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [cluster for name in names if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)]
     assert len(clusters) > 6
-    for cluster in clusters:
+    for cluster in clusters[:: 3 if num_nodes == 2 else 1]:
         work, flat = defaults.work_without_overlap(numels), CommPlan(algorithm="flat")
         chosen = choose_plan(numels, cluster)
         for plan in [flat, chosen, *IN_PIECES]:
@@ -142,14 +142,6 @@ def test_ddps_buckets_are_those_that_torch_makes(kib, cap_kib):
     assert ddp_buckets([1024 * size for size in kib], 1024 * cap_kib) == [
         sum(1024 * kib[place] for place in bucket) for bucket in buckets
     ]
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 8])
-def test_on_cuda_auto_is_flat_on_any_number_of_nodes(ranks_per_node):
-    topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=ranks_per_node)
-    assert CommPlan().algorithms(topology, on_cuda=True) == ("flat",)
-    named = CommPlan(algorithm="hierarchical")
-    assert named.algorithms(topology, on_cuda=True) == ("hierarchical",)
 
 
 @pytest.mark.parametrize(

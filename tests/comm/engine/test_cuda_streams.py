@@ -472,25 +472,6 @@ def test_no_bucket_goes_into_a_captured_graph(cuda, monkeypatch):
     monkeypatch.setattr(cuda_carrier, "is_any_captured", lambda: False)
 
 
-def test_what_was_prepared_for_trials_is_freed_but_for_what_is_used(cuda):
-    engine = engine_of("flat")
-    engine.prepare([CommPlan(algorithm="hierarchical"), CommPlan(algorithm="two_level")])
-    everybody, nodes, leaders, others = (0, 1, 2, 3), {(0, 1), (2, 3)}, (0, 2), (1, 3)
-    assert set(engine._groups._built) == {everybody, *nodes, leaders, others}
-    engine.adopt(CommPlan(algorithm="hierarchical"))
-    assert len(engine._groups._built) == 5
-    engine.free_unused()
-    assert set(engine._groups._built) == {everybody, *nodes, leaders}
-    num_groups = len(dist.distributed_c10d._world.pg_map)
-    step(engine, [torch.zeros(8)])
-    assert engine.buckets[0].algorithm == "hierarchical"
-    engine.adopt(CommPlan(algorithm="flat"))
-    engine.free_unused()
-    assert (set(engine._groups._built), engine._groups._owned) == ({everybody}, [])
-    assert len(dist.distributed_c10d._world.pg_map) == num_groups - 2
-    step(engine, [torch.zeros(8)])
-
-
 def test_a_plan_may_change_while_the_device_is_still_at_the_last_step(cuda):
     engine = engine_of("two_level")
     cuda.hang()

@@ -113,7 +113,7 @@ def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
 
 def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
     world = World({0: WAITING, 1: WAITING}, give_up_after_s=None)
-    time.sleep(1.5)
+    time.sleep(0.7)
     assert not world.has("question/0")
     assert world.outcome(num_errors=1, limit_s=0) == {}
 

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.comm import CommPlan, HookState, average_bucket
-from lightning_hybrid.comm.engine.order_check import ChecksummedCopy, RollingHash
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
 from tests.comm.layouts import engine_over, error_of_another_order, integers, sum_of_integers
@@ -50,15 +48,6 @@ def test_a_checksum_is_wrong_on_every_rank_where_any_two_differ_and_nowhere_else
             total.whole.add_(own.whole)
         wrong = [total.is_wrong(value) for value in given_values]
         assert wrong == [len(set(given_values)) > 1] * len(given_values)
-
-
-@given(st.lists(st.text(), max_size=5), st.lists(st.text(), max_size=5))
-def test_the_hash_differs_where_sequences_do(one, other):
-    hashes = [RollingHash(), RollingHash()]
-    for each, records in zip(hashes, (one, other), strict=True):
-        for record in records:
-            each.add(record)
-    assert (hashes[0].value == hashes[1].value) == (one == other)
 
 
 def another_order(algorithm, is_known):
@@ -99,11 +88,10 @@ def of_another_size(odd_rank):
     return result
 
 
-@pytest.mark.parametrize("odd_rank", [0, 3])
-def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_rank):
+def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
     """Sent, it would end the process: Gloo calls abort()."""
-    for text, waited_s in four_ranks.run(of_another_size, odd_rank):
-        assert f"comm: rank {odd_rank} handed over bucket 0 (41 x float32" in text
+    for text, waited_s in four_ranks.run(of_another_size, 3):
+        assert "comm: rank 3 handed over bucket 0 (41 x float32" in text
         assert waited_s < 15  # the time limit is 30 s
 
 
@@ -112,12 +100,14 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks, odd_ran
 
 def one_rank_ends(number, ended_rank, algorithm):
     nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
-    engine = engine_over(nodes, CommPlan(algorithm=algorithm), timeout_s=2.0)
-    engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait()
+    more = {"adasum_numels": (1500, 2500)} if algorithm == "adasum" else {}
+    plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50) if more else CommPlan(algorithm=algorithm)
+    engine = engine_over(nodes, plan, timeout_s=2.0)
+    engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait()
     dist.barrier()
     if dist.get_rank() == ended_rank:
         os.kill(os.getpid(), number)
-    text, _ = error_and_time_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True).wait())
+    text, _ = error_and_time_of(lambda: engine.submit(torch.ones(4000), bucket_index=0, is_last=True, **more).wait())
     raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
 
 
@@ -128,6 +118,7 @@ def one_rank_ends(number, ended_rank, algorithm):
         (signal.SIGKILL, 2, 0, "flat"),
         pytest.param(signal.SIGKILL, 4, 3, "two_level", marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, 2, 1, "hierarchical", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 4, 1, "adasum", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, number, world_size, ended_rank, algorithm):
@@ -138,33 +129,6 @@ def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, numbe
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------
-
-
-def train_fail_and_train_again():
-    """The same DDP model, after its reducer was reset, with a new engine on the same process group."""
-    engine = engine_over(((0, 1),), CommPlan())
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
-    state = HookState(engine=engine)
-    model.register_comm_hook(state, average_bucket)
-    x = torch.full((1, 4), 1.0 + dist.get_rank())
-    if dist.get_rank() == 1:
-        engine.abort("a test")
-    text, _ = error_and_time_of(lambda: model(x).sum().backward())
-    engine.close()
-    dist.barrier()
-    state.engine = engine_over(((0, 1),), CommPlan())
-    model._update_process_group(dist.group.WORLD)
-    model.zero_grad()
-    model(x).sum().backward()
-    state.engine.close()
-    return text, model.module.weight.grad.tolist()
-
-
-def test_after_a_failure_the_same_model_trains_again(two_ranks):
-    for text, grad in two_ranks.run(train_fail_and_train_again):
-        assert text.startswith("comm: rank 1 gave up: a test")
-        assert grad == [[1.5] * 4]
 
 
 def exit_with_a_stuck_stage(folder):

@@ -177,16 +177,3 @@ def adopt_in_flight():
 
 def test_a_plan_does_not_change_while_a_bucket_is_in_flight(two_ranks):
     assert two_ranks.run(adopt_in_flight) == [[2.0] * 10] * 2
-
-
-def tune_with_few_steps():
-    session = Session()
-    session.tuning._most_steps = 30
-    session.until_taken(best_where_all_are_fast)
-    session.close()
-    return session.reported
-
-
-def test_what_ran_out_of_steps_is_said(four_ranks):
-    (line,) = four_ranks.run(tune_with_few_steps)[0]
-    assert "(not all was tried: the steps for it ran out)" in line
