@@ -149,7 +149,7 @@ def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_
     assert len(optimizer.param_groups) == 1
 
 
-@every_rule
+@pytest.mark.parametrize("rule", [RULES["lars-joint"], RULES["lamb"]])
 def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(rule):
     """Alone on the CPU it is worked on in blocks, in a list as a whole; sums of squares are then in another order."""
     in_blocks, whole = parameters((1100, 1000), (3,)), parameters((1100, 1000), (3,))

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from lightning_hybrid import MasterWeightPrecision
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
@@ -163,26 +163,6 @@ class Breaks(Toy):
 
 def test_module_and_gradients_are_fp32_after_an_error_in_training(one_rank):
     assert one_rank.run(left_after_an_error)[0] == ({(torch.float32, torch.float32)}, torch.float32)
-
-
-def test_two_fits_are_one_long_fit_in_two_parts(two_ranks):
-    """The second fit starts from the exact masters of the first; plain SGD carries nothing else over."""
-    for parts, whole in two_ranks.run(fit_in_parts):
-        assert same(parts, whole)
-
-
-class Plain(Toy):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit_in_parts():
-    parts, whole = Plain(), Plain()
-    # Lightning's sampler would shuffle by epoch, and a second fit starts at epoch 0 again.
-    fixed_order = DataLoader(Subset(toy.Blobs(), range(torch.distributed.get_rank(), 64, 2)), batch_size=8)
-    for module, num_epochs in ((parts, 1), (parts, 1), (whole, 2)):
-        fp16(None, module, max_epochs=num_epochs, use_distributed_sampler=False, train=fixed_order)
-    return toy.weights(parts), toy.weights(whole)
 
 
 # ---- skipped steps -------------------------------------------------------------------------------------------------

@@ -107,12 +107,6 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     assert {tensor.device for tensor in kept} == {CUDA}
 
 
-def test_a_loss_is_scaled_where_it_is():
-    module, plugin, _ = set_up("lars")
-    loss = plugin.pre_backward(torch.ones((), device=CUDA, dtype=torch.float16), module)
-    assert (loss.device, loss.dtype) == (CUDA, torch.float32)
-
-
 def test_gradients_of_batches_are_summed_where_they_are_in_launches_whose_number_does_not_grow_with_tensors():
     launches = []
     for num_layers in (2, 20):
@@ -129,14 +123,3 @@ def test_gradients_of_batches_are_summed_where_they_are_in_launches_whose_number
         plugin.optimizer_step(optimizer, model=module, closure=lambda module=module: backward(module))
     assert launches[0] == launches[1]
     assert len(launches[0]) <= 2
-
-
-def test_gradients_that_outlive_a_step_go_back_to_the_scale_where_they_are():
-    module, plugin, optimizer = set_up("adamw_fused")
-    plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
-    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
-    plugin.pre_backward(torch.ones((), device=CUDA), module)
-    assert {(p.grad.device, p.grad.dtype) for p in module.parameters()} == {
-        (CUDA, torch.float16),
-        (CUDA, torch.float32),
-    }

@@ -30,27 +30,6 @@ from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of
 
 README = Path(__file__).parents[3] / "recipes" / "records" / "simulate" / "README.md"
 
-# us of one all-reduce of fp32 by NCCL between nodes, by MiB: the lower of out of place and in place. Nothing is
-# fitted to them: NVIDIA/nccl-tests issue 309, and the README of oracle-quickstart's OKE with RDMA, BM.GPU4.8.
-PUBLISHED_US = [
-    ("dgx_h100", 2, {1: 71.5, 2: 76.2, 4: 94.2, 8: 131.4, 16: 183.8, 32: 267.7, 64: 466.1, 128: 748.3}),
-    ("dgx_h100", 2, {1: 83.0, 2: 93.5, 4: 110.9, 8: 150.5, 16: 201.6, 32: 269.7, 64: 469.6, 128: 750.7}),
-    ("dgx_h100", 4, {1: 82.2, 2: 132.2, 4: 151.1, 8: 202.4, 16: 258.3, 32: 370.3, 64: 574.4, 128: 990.7}),
-    ("dgx_h100", 4, {1: 93.3, 2: 156.4, 4: 174.2, 8: 239.0, 16: 286.3, 32: 413.7, 64: 615.5, 128: 1043.6}),
-    ("dgx_h100", 8, {1: 115.7, 2: 143.3, 4: 203.8, 8: 321.4, 16: 373.5, 32: 508.2, 64: 709.2, 128: 1149.5}),
-    ("dgx_a100", 2, {1: 84.5, 2: 99.2, 4: 127.0, 8: 168.4, 16: 265.9, 32: 452.0, 64: 812.7, 128: 1542.0}),
-]
-
-
-@pytest.mark.parametrize(("name", "num_nodes", "times_us"), PUBLISHED_US)
-def test_sums_of_1_to_128_mib_between_nodes_take_what_was_measured(name, num_nodes, times_us):
-    """Within a factor of 1.75, and a fifth on average, by tables alone."""
-    cluster = cluster_of(name, num_nodes)
-    ratios = {mib: 1e6 * cluster.alone_s("nccl", mib * MIB) / time_us for mib, time_us in times_us.items()}
-    assert all(0.57 <= ratio <= 1.43 for ratio in ratios.values()), ratios
-    mean = torch.tensor(list(ratios.values())).log().mean().exp().item()
-    assert mean == pytest.approx(1, abs=0.2), ratios
-
 
 @pytest.fixture(scope="module")
 def rows():

@@ -4,13 +4,12 @@ import threading
 import time
 import warnings
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm import CommEngine, CommPlan, Topology
+from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.engine import stages
 from tests.comm.layouts import engine_over, integers
 from tests.toy import error_of
@@ -300,28 +299,3 @@ def test_two_level_on_uneven_nodes_runs_flat_with_one_warning(three_ranks):
     assert message.startswith("`algorithm` (='two_level') needs nodes of equal size")
     assert [len(messages) for messages, *_ in results] == [1, 0, 0]
     assert [found for _, *found in results] == [[[3.0, 3.0], "flat"]] * 3
-
-
-@pytest.mark.gpu
-def test_a_stream_carries_the_tensor_and_its_future_orders_other_streams_after_it():
-    """One rank, so the sum is the tensor itself; what is tested is who waits for whom."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    engine = CommEngine(
-        topology=Topology(rank=0, nodes=((0,),)), plan=CommPlan(), timeout=timedelta(seconds=20), device=device
-    )
-    flat = torch.zeros(1 << 24, device=device)
-    for _ in range(50):
-        flat += 1  # still running when the tensor is handed over
-    future = engine.submit(flat, bucket_index=0, is_last=True, finish=lambda flat: flat.mul_(2))
-    result = future.wait()
-    assert result is flat
-    assert torch.equal(result + 1, torch.full_like(result, 101.0))
-    summary = engine.trace.drain()
-    assert summary.num_steps == 1
-    assert 0 < summary.exposed_s <= summary.busy_s
-    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1 in stage `finish` of the flat all-reduce"):
-        engine.submit(flat, bucket_index=1, finish=lambda flat: flat.view(3))
-    with pytest.raises(RuntimeError, match=r"rank 0 failed on bucket 1"):
-        engine.submit(flat, bucket_index=2)
-    engine.close()
-    engine.close()

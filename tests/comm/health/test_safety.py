@@ -2,10 +2,7 @@
 
 import os
 import signal
-import socket
-import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from lightning_hybrid.comm.engine.order_check import ChecksummedCopy
 from lightning_hybrid.comm.health import consensus
 from lightning_hybrid.comm.health.diagnosis import IDLE, RankStatus, diagnose, differing, name_ranks
 from tests.comm.layouts import engine_over, error_of_another_order, integers, sum_of_integers
-from tests.programs import run_program
 from tests.rank_pool import RankError
 from tests.toy import error_of
 
@@ -129,57 +125,6 @@ def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, numbe
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------
-
-
-def exit_with_a_stuck_stage(folder):
-    """Rank 1 never comes; rank 0 fails and leaves the interpreter while its stage still waits."""
-    program, over = folder / "program.py", folder / "over"
-    text = """
-        import os, sys, time, warnings
-        from datetime import timedelta
-        import torch, torch.distributed as dist
-        from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-        from lightning_hybrid.comm.engine import engine
-        rank, port = int(sys.argv[1]), int(sys.argv[2])
-        engine.FAILED_CLOSE_LIMIT_S = 0.2
-        dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=rank == 0), rank=rank,
-                                world_size=2)
-        comm = CommEngine(topology=Topology(rank=rank, nodes=((0, 1),)), plan=CommPlan(),
-                          timeout=timedelta(seconds=600), device=torch.device("cpu"))
-        if rank == 0:
-            warnings.simplefilter("ignore")
-            future = comm.submit(torch.ones(3), bucket_index=0)
-            comm.abort("a test")
-            comm.close()
-            print("closed", flush=True)
-            sys.exit(3)
-        while not os.path.exists(sys.argv[3]):
-            time.sleep(0.05)
-        os._exit(0)
-    """
-    program.write_text(textwrap.dedent(text))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with ThreadPoolExecutor() as pool:
-        ranks = [
-            pool.submit(
-                run_program, str(program), str(rank), str(port), str(over), env=environment, is_finalized=rank == 0
-            )
-            for rank in range(2)
-        ]
-        try:
-            return ranks[0].result()
-        finally:
-            over.touch()
-
-
-@pytest.mark.long
-def test_a_stage_that_still_hangs_does_not_crash_the_interpreters_exit(tmp_path):
-    done = exit_with_a_stuck_stage(tmp_path)
-    assert "closed" in done.stdout
-    assert done.returncode == 3, done
 
 
 def chunked_sums(algorithm, nodes, numels, dtype):

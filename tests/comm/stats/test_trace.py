@@ -49,16 +49,6 @@ def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are(
     assert trace.drain().exposed_s == 5.0
 
 
-def test_draining_in_mid_flight_splits_the_times():
-    trace, clock = traced()
-    play(clock, (0, begins(trace, is_last=True)), (2, int))
-    first = trace.drain()
-    play(clock, (5, trace.end))
-    second = trace.drain()
-    assert (first.busy_s, first.exposed_s, first.num_buckets) == (2.0, 2.0, 1)
-    assert (second.busy_s, second.exposed_s, second.num_buckets) == (3.0, 3.0, 0)
-
-
 def test_buckets_replayed_from_device_times_count_as_if_seen():
     """The same buckets, as their times come and all at once."""
     (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
@@ -70,14 +60,6 @@ def test_buckets_replayed_from_device_times_count_as_if_seen():
     )
     assert replayed._events == seen._events
     assert replayed.drain() == seen.drain()
-
-
-def test_counts_are_read_after_a_look_at_the_device(tmp_path):
-    trace, num_looks = CommTrace(), []
-    trace.look_first(lambda: num_looks.append(1))
-    trace.drain(), trace.total()
-    trace.write(tmp_path / "rank0.json", rank=0)
-    assert len(num_looks) == 3
 
 
 def test_counts_survive_many_threads():

@@ -3,7 +3,6 @@
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,17 +86,6 @@ def test_the_number_of_threads_changes_no_bit(rule):
         torch.set_num_threads(before)
     for others in ends[1:]:
         assert_same_bits(ends[0], others)
-
-
-def test_threads_are_torchs_own():
-    """The address is in the OpenMP runtime that torch brought into the process."""
-    address = build.openmp_parallel()
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("needs /proc/self/maps to look at")
-    spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line]
-    owners = {span[-1] for span in spans if int(span[0].split("-")[0], 16) <= address < int(span[0].split("-")[1], 16)}
-    assert len(owners) == 1
-    assert all("torch" in owner for owner in owners)
 
 
 @pytest.mark.long
