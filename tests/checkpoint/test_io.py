@@ -168,18 +168,6 @@ def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gat
     io.teardown()
 
 
-def test_the_memory_of_one_checkpoint_is_kept_of_two_that_waited_and_none_after_the_end(tmp_path, gate):
-    io = DurableCheckpointIO(in_background=True, max_in_memory=2)
-    for step in (1, 2):
-        io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
-    gate.set()
-    io._wait()
-    assert [step_in(tmp_path / f"{step}.ckpt") for step in (1, 2)] == [1, 2]
-    assert [copies.num_bytes for copies in io._copies] == [12_032]  # 3,000 of float32, rounded up to 64
-    io.teardown()
-    assert io._copies == []
-
-
 def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, monkeypatch):
     io = DurableCheckpointIO(in_background=True)
     with monkeypatch.context() as patch:

@@ -47,13 +47,6 @@ def test_gradients_are_the_fp32_gradients_rounded():
     assert torch.equal(w.grad, w32.grad.half())
 
 
-def test_long_sums_do_not_stall_as_fp16_sums_do():
-    """4096 ones: a sum in fp16 stops at 2048, where 1 is half a unit in the last place."""
-    ones = torch.ones(1, 4096, dtype=torch.float16)
-    with Fp16MatmulEmulation():
-        assert F.linear(ones, ones).item() == 4096
-
-
 def test_fp32_operand_beside_a_half_one_is_rounded_as_autocast_does():
     x, w = randn(4, 32), randn(8, 32, seed=1).half()
     with torch.autocast("cpu", dtype=torch.float16), Fp16MatmulEmulation():

@@ -122,25 +122,6 @@ def test_a_copy_is_a_plain_fp32_module_that_runs_anywhere():
         assert torch.equal(one(x), expected(x))
 
 
-def test_what_is_written_into_a_state_dict_is_written_into_the_module():
-    module = nn.Linear(4, 2)
-    pair = followed(module).pair_of(module.weight)
-    module.state_dict()["weight"].fill_(1 / 3)
-    pair.absorb_outside_writes_()
-    assert torch.equal(module.weight, torch.full((2, 4), 1 / 3).half())
-    assert torch.equal(pair.master, torch.full((2, 4), 1 / 3))
-
-
-def test_loading_gives_the_masters_exact_fp32_values():
-    module = nn.Sequential(nn.Linear(4, 2))
-    state = {name: torch.randn_like(value) for name, value in module.state_dict().items()}
-    masters = followed(module)
-    module.load_state_dict(state)
-    assert torch.equal(module[0].weight, state["0.weight"].half())
-    masters.restore()
-    assert same(dict(module.state_dict()), state)
-
-
 def test_a_buffer_that_is_replaced_in_the_fit_stays_what_it_is():
     """`Module.to` makes new buffers: nothing may hang on the old ones."""
     module = Everything()

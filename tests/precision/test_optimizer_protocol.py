@@ -260,27 +260,6 @@ def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ran
     assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
-def forbid_syncs(trainer, *_):
-    if trainer.global_step == 3:
-        torch.cuda.set_sync_debug_mode("error")
-
-
-def allow_syncs(trainer, *_):
-    if trainer.is_last_batch:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_cuda_is_never_synchronised_in_a_step(scheduled):
-    no_sync = at(on_train_batch_start=forbid_syncs, on_train_batch_end=allow_syncs)
-    scene = {"accelerator": "gpu", "devices": 1, "log_every_n_steps": 1000, "logger": False, "callbacks": [no_sync]}
-    try:
-        play(scene_of("lars", scheduled=scheduled, **scene))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 # ---- schedules one step behind -------------------------------------------------------------------------------------
 
 

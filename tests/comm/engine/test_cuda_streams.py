@@ -495,22 +495,6 @@ def test_the_stages_of_cuda_sum_up_right(four_ranks, algorithm, nodes):
             assert are_right == [True] * len(last)
 
 
-def averages_by_default(dtype, comm_dtype):
-    with pytest.MonkeyPatch.context() as patch:
-        Cuda().installed(patch)
-        engine = engine_of("auto")
-        bucket = Bucket(0, integers(dist.get_rank(), 1000, dtype), is_last=True)
-        average_bucket(HookState(engine=engine, comm_dtype=comm_dtype), bucket).wait()
-        engine.close()
-        return torch.equal(bucket.buffer(), sum_of_integers(4, 1000, dtype) / 4), engine._carrier._streams is None
-
-
-@pytest.mark.parametrize("comm_dtype", [None, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_by_default_a_bucket_is_averaged_to_the_bit_by_torchs_own_sum(four_ranks, dtype, comm_dtype):
-    assert four_ranks.run(averages_by_default, dtype, comm_dtype) == [(True, True)] * 4
-
-
 def another_order(algorithm):
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)

@@ -269,21 +269,6 @@ def test_a_sum_that_stops_before_the_gather_counts_half_of_the_bytes_inside_a_no
     assert four_ranks.run(bytes_inside_nodes) == [[(3200, 1600), (1600, 1600)]] * 4
 
 
-def two_engines():
-    """Two models in a process: their collectives must not meet, whatever the order in which they are submitted."""
-    one, two = engine_over(((0, 1),), MIXED), engine_over(((0, 1),), MIXED)
-    order = (one, two) if dist.get_rank() == 0 else (two, one)
-    futures = {engine: engine.submit(torch.ones(2) * (1 if engine is one else 10), bucket_index=0) for engine in order}
-    sums = futures[one].wait()[0].item(), futures[two].wait()[0].item()
-    one.close()
-    two.close()
-    return sums
-
-
-def test_two_engines_do_not_mix(two_ranks):
-    assert two_ranks.run(two_engines) == [(2.0, 20.0)] * 2
-
-
 def warnings_of_uneven_two_level():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

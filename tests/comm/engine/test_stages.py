@@ -110,10 +110,9 @@ def test_two_level_adds_halves_in_fp32_inside_the_node(four_ranks):
     assert 2048.0 in flat  # the instrument can see the difference
 
 
-@pytest.mark.parametrize("algorithm", STAGES)
-@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)])
-def test_a_tensor_that_is_not_flat_is_refused(algorithm, flat):
-    engine = engine_over(((0,),), CommPlan(algorithm=algorithm))
+@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2]])
+def test_a_tensor_that_is_not_flat_is_refused(flat):
+    engine = engine_over(((0,),), CommPlan())
     with pytest.raises(ValueError, match=r"^`flat` .* must be one-dimensional and contiguous"):
         engine.submit(flat, bucket_index=0)
     engine.close()

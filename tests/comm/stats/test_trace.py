@@ -1,8 +1,6 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
@@ -93,12 +91,6 @@ def test_each_bucket_is_exposed_from_the_one_done_before_it():
     summary = trace.drain()
     assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
-
-
-def test_the_achieved_rate_is_the_least_bytes_by_the_time_in_flight():
-    trace, clock = traced()
-    play(clock, (0, begins(trace, is_last=True, traffic=Traffic(least_across=150.0))), (2, trace.end, bucket(0)))
-    assert trace.drain().achieved_bytes_per_s == pytest.approx(75.0)
 
 
 TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
