@@ -136,7 +136,6 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_old_one_
 
 
 def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    """Before each call of the file system's; then the next run writes over whatever lies there."""
     moment, is_over = 0, False
     while not is_over:
         folder = tmp_path / str(moment)

@@ -63,7 +63,6 @@ class Sizes:
 
 
 def hyper_parameters():
-    """One of each type that Lightning's own saving keeps."""
     values = {
         "Namespace": Namespace(lr=0.1, inner=Namespace(a=1)),
         "AttributeDict": AttributeDict(a=AttributeDict(b=1)),
@@ -122,7 +121,6 @@ def _type_and_value(io, value, path, weights_only):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds the writing thread until it is opened."""
     gate, write = threading.Event(), cf.write_checkpoint
 
     def held(*args, **kwargs):

@@ -47,15 +47,12 @@ def is_even(nodes: Nodes) -> bool:
 
 
 def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any) -> CommEngine:
-    """Make this rank's engine on the CPU."""
     topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
     options = {"device": torch.device("cpu"), **options}
     return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
 
 
 class Bucket:
-    """As DistributedDataParallel's, of gradients of `parameters`."""
-
     def __init__(self, index: int, buffer: Tensor, *parameters: Tensor, is_last: bool) -> None:
         self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
         self.parameters = lambda: list(parameters)
@@ -83,7 +80,6 @@ def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
 
 
 def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
-    """Run the stages of an algorithm one after the other, in place."""
     job = Job(flat=flat, topology=groups.topology)
     for stage in STAGES[algorithm]:
         run_stage(stage, job, groups.by_stage[stage.name])
@@ -103,5 +99,4 @@ def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: in
 
 
 def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, different on every rank."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)

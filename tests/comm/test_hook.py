@@ -32,14 +32,12 @@ def engine_of(algorithm, timeout_s=20.0, *, check_order=True):
 
 
 def wrapped(network, engine, comm_dtype=None, **options):
-    """A network under DDP with our hook."""
     model = DistributedDataParallel(network, **options)
     model.register_comm_hook(HookState(engine=engine, comm_dtype=comm_dtype), average_bucket)
     return model
 
 
 def two_models(engine, comm_dtype=None):
-    """The same network under plain DDP and under ours, each layer in a bucket."""
     torch.manual_seed(0)
     network = Network()
     plain = DistributedDataParallel(copy.deepcopy(network), bucket_cap_mb=0.0005)
@@ -114,7 +112,6 @@ def test_a_wire_dtype_costs_its_own_roundings_and_no_more(four_ranks, comm_dtype
 
 
 def average_large_singles():
-    """Single precision inside nodes, fp16 between them alone."""
     engine = engine_over(((0,), (1,), (2,), (3,)), CommPlan(), dtype_across_nodes=torch.float16)
     model = wrapped(nn.Linear(1, 5, bias=False), engine)
     model(torch.full((1, 1), 30016.0 + 64 * dist.get_rank())).sum().backward()
@@ -215,7 +212,6 @@ def average_complex():
 
 
 def test_complex_gradients_are_averaged_as_pairs_of_reals(two_ranks):
-    """DDP hands them over as such."""
     for grad in two_ranks.run(average_complex):
         assert torch.equal(grad, torch.full((2, 4), 1.5 - 3j))
 

@@ -10,7 +10,6 @@ from lightning_hybrid.comm.topology import Topology
 
 
 def spread(*sizes):
-    """A topology with nodes of these sizes."""
     ranks = iter(range(sum(sizes)))
     return Topology(rank=0, nodes=tuple(tuple(next(ranks) for _ in range(size)) for size in sizes))
 
@@ -58,7 +57,6 @@ def test_two_level_falls_back_to_flat_on_uneven_nodes_and_says_so():
 
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans())
 def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
-    """Groups are built for the announced ones only."""
     assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(spread(*sizes))
 
 

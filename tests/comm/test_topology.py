@@ -9,7 +9,6 @@ from lightning_hybrid.comm.topology import Topology, host_identity, validate_ran
 
 
 def discover_with(hosts):
-    """Each rank says it runs on ``hosts[rank]``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology_module, "host_identity", lambda: (hosts[dist.get_rank()],))
         return Topology.discover()

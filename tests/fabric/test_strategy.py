@@ -55,7 +55,6 @@ def fabric_of(precision="16-true", strategy="hybrid_allreduce"):
 
 
 def play(function, *arguments):
-    """Call it, on a rank that lives on: engines and masters have to end with the test."""
     try:
         return function(*arguments)
     finally:
@@ -64,14 +63,11 @@ def play(function, *arguments):
 
 
 def loader():
-    """Every rank's own samples, in order."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return DataLoader(Subset(toy.Blobs(64), range(rank, 64, world_size)), batch_size=8)
 
 
 class Classifier(toy.Toy):
-    """The loop of `fabric_loop` by the Trainer."""
-
     def __init__(self, optimizer):
         super().__init__(optimizer=optimizer)
         self.net = Net()
@@ -119,7 +115,6 @@ def test_a_loop_of_fabric_has_the_bits_of_the_trainer(two_ranks, precision, opti
 
 
 def steps_of(fabric, net, optimizer, num_steps, first=0):
-    """Steps on batches that depend on rank and number only."""
     for number in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(100 * number + fabric.global_rank)
         loss = net(torch.randn(8, 12, generator=generator)).square().mean()
@@ -249,7 +244,6 @@ def one_step(between_nodes):
 
 @pytest.mark.parametrize("between_nodes", [Adasum(), Mean(dtype="int4")], ids=str)
 def test_what_happens_between_nodes_is_as_asked(two_ranks, between_nodes):
-    """The sum of Adasum is longer than the mean; four bits are near it."""
     mean, _ = two_ranks.run(play, one_step, Mean())
     one, other = two_ranks.run(play, one_step, between_nodes)
     assert toy.same_bits(one, other)

@@ -31,8 +31,6 @@ LR = {"LARS": 4.0, "LAMB": 0.1}
 
 @dataclass(frozen=True)
 class Whole:
-    """Every tensor as it is."""
-
     def cut(self, tensor):
         return tensor
 
@@ -87,7 +85,6 @@ def mesh_of(*shape, names=None):
 
 
 def place_of(kind):
-    """Where this rank has its elements."""
     if kind == "shards":
         return Shards(mesh_of(dist.get_world_size()))
     return Parts(dist.get_rank(), dist.get_world_size()) if kind == "parts" else Whole()

@@ -46,7 +46,6 @@ def two_groups(params):
 
 
 def pair(rule, flags, dtype=torch.float32):
-    """The same optimizer twice, with parameters of its own each."""
     params = parameters(*SHAPES, dtype=dtype)
     others = copies_of(params)
     return (rule(two_groups(params), **flags), params), (rule(two_groups(others), **flags), others)
@@ -116,26 +115,6 @@ def test_state_goes_from_path_to_path(rule, source, target):
     moved.load_state_dict(saved)
     run(moved, own, 2, first=3)
     assert makers.distance(own, whole[1]) <= (2e-6 if "fused" in (source, target) else 0)
-
-
-@every_rule
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("source", "target"), [("float32", "float64"), ("float64", "float32"), ("float16", "float32")])
-def test_state_goes_from_dtype_to_dtype(rule, path, source, target):
-    """State takes the new parameters' arithmetic: float32 for half precision, else their dtype."""
-    target = getattr(torch, target)
-    params = parameters(*SHAPES, dtype=getattr(torch, source))
-    own = [nn.Parameter(param.detach().to(target)) for param in params]
-    optimizer, moved = (rule(two_groups(one), **PATHS[path]) for one in (params, own))
-    run(optimizer, params, 2)
-    moved.load_state_dict(optimizer.state_dict())
-    for old, new in zip(params, own, strict=True):
-        for key, value in optimizer.state[old].items():
-            loaded = moved.state[new][key]
-            assert loaded.dtype == (torch.float32 if key == "step" else target)
-            assert torch.equal(loaded, value.to(loaded.dtype))
-    run(moved, own, 1, first=2)
-    assert all(param.isfinite().all() for param in own)
 
 
 @every_case
@@ -273,7 +252,6 @@ SOME = {rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTION
 
 
 def held(request, kind, promise, *args, num_ranks=2):
-    """What a promise found on each rank."""
     if kind == "whole":
         return [promise(kind, *args)]
     return request.getfixturevalue("rank_pool").ranks(num_ranks).run(promise, kind, *args)
@@ -295,7 +273,6 @@ def distances(kind, path, rule, kinds):
 @every_maker
 @both_rules
 def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, rule):
-    """And each of them writes the copies; three steps, of which each rate is half of the one before."""
     for found in held(request, kind, distances, path, rule, (OPTIONS if kind == "whole" else SOME)[rule]):
         assert max(found) <= BOUND[kind, path], found
 
@@ -304,7 +281,6 @@ def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, ru
 @both_rules
 @pytest.mark.parametrize("more", [{"half": torch.float16}, {"dtype": torch.float64}], ids=str)
 def test_the_step_is_that_of_whole_tensors_of_any_dtype(request, kind, path, rule, more):
-    """Half: masters with copies, and gradients that are scaled; float64: but for another order of sums."""
     options = {"LARS": {"denominator": "joint"}, "LAMB": {"max_grad_norm": 0.5}}[rule]
     bound = 1e-13 if "dtype" in more else max(2e-6, BOUND[kind, path]) if kind == "whole" else BOUND[kind, path]
     for found in held(request, kind, distances, path, rule, [more, {**more, **options}]):
@@ -330,7 +306,6 @@ def overflow(kind, path, rule, spoilt, half, given, **options):
 def test_an_overflow_leaves_every_bit_and_the_next_step_is_as_if_nothing_had_been(
     request, kind, path, rule, spoilt, half, given
 ):
-    """Wherever the inf is, and whoever holds it: of parts, also where one rank alone is given the verdict."""
     for found, is_untouched, far in held(request, kind, overflow, path, rule, spoilt, half, given):
         assert found == [0.0, 1.0, 0.0]
         assert is_untouched
@@ -411,7 +386,6 @@ def backward_after_a_step(kind, path, rule):
 @every_maker
 @both_rules
 def test_autograd_sees_that_the_step_wrote(request, kind, path, rule):
-    """A backward pass that needs the weights of before must fail, as with any in-place change."""
     for message in held(request, kind, backward_after_a_step, path, rule):
         assert "modified by an inplace operation" in message
 

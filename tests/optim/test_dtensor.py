@@ -64,8 +64,6 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
 
 
 class Block(nn.Module):
-    """A pair of matrices, for columns and rows, after a normalisation."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(12)
@@ -109,8 +107,6 @@ def engines_on_rank(rule, path):
 
 
 class Collectives:
-    """Counts collectives: those of c10d that are called by name, and those that DTensors do by themselves."""
-
     def __enter__(self):
         self.count, self._real, self._debug = 0, dist.all_reduce, CommDebugMode()
 

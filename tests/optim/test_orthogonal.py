@@ -19,7 +19,6 @@ every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
 def iterate(matrix):
-    """Jordan's five iterations on one matrix, by their definition."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix) / matrix.norm()
     for _ in range(5):
@@ -81,7 +80,6 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
     ("shape", "scale"), [((64, 96), 1.0), ((16, 4, 3, 3), 1e-30), ((48, 7), 1e4), ((5, 200), 1e18)], ids=str
 )
 def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape, scale):
-    """Whatever the size of the momentum."""
     matrix = normals(*shape, dtype=torch.float32)
     (found,) = orthogonalized(matrix * scale)
     assert found.dtype == torch.float16

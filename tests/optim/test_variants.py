@@ -58,7 +58,6 @@ def test_zero_norms_and_a_rate_of_zero(path, options, denominator):
 
 
 def assert_excluded_is(theirs, ours, num_steps=20):
-    """Torch's optimizer and ours, all of it excluded, hold the same bits after the same steps."""
     params = parameters((33, 17), (20, 410), (5,), ())
     plain = copies_of(params)
     run(ours([{"params": params, "trust_ratio": False}]), params, num_steps)
@@ -84,7 +83,6 @@ def test_all_excluded_is_sgd_bit_for_bit(path, momentum_form, nesterov):
 @lists_or_loop
 @pytest.mark.parametrize("foreach", [False, True], ids="theirs={}".format)
 def test_all_excluded_is_sgd_and_adamw_bit_for_bit_at_any_numbers(path, foreach):
-    """Excluded groups have a rate that is multiplied."""
     sgd = {"lr": 0.1, "weight_decay": 1e-3, "momentum": 0.9, "nesterov": True}
     adamw = {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.85, 0.97)}
     ours = partial(LARS, momentum_form="lr_outside", **sgd, **path)

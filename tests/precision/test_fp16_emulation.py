@@ -26,7 +26,6 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_result_is_the_fp32_result_of_fp16_operands_rounded_once(name):
-    """Rounded once at the end: bit-equal to the fp32 computation of the rounded operands, then half()."""
     call, x_shape, w_shape = CALLS[name]
     x, w = randn(*x_shape).half(), randn(*w_shape, seed=1).half()
     expected = call(x.float(), w.float()).half()

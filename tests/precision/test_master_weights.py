@@ -18,8 +18,6 @@ F16 = torch.float16
 
 
 class Everything(nn.Module):
-    """One of each kind of tensor that is treated apart."""
-
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
@@ -92,7 +90,6 @@ def test_normalisation_computes_in_fp32_and_returns_half(name):
 
 
 def followed(module):
-    """In half precision, with its masters, as in a fit."""
     masters = MasterWeights(module, F16)
     masters.follow_device()
     for pair in masters.pairs.values():

@@ -31,8 +31,6 @@ OPTIMIZERS = {
 
 
 class Module(toy.Toy):
-    """Reads nothing back; the loss of one rank is infinite in the given batches."""
-
     def __init__(self, make, bad=(), bad_rank=0, scheduled=False):
         super().__init__()
         self.make, self.bad, self.bad_rank, self.scheduled = make, set(bad), bad_rank, scheduled
@@ -94,7 +92,6 @@ AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
 def scene_of(make, *, kind=Module, bad=(), bad_rank=0, scheduled=False, **scene):
-    """Two epochs of eight batches over all ranks."""
     make = OPTIMIZERS[make] if isinstance(make, str) else make
     scale = {"loss_scale": DynamicLossScale(2.0**10)} if scene.setdefault("precision", "16-true") == "16-true" else {}
     return {"module": partial(kind, make, bad, bad_rank, scheduled), **scale, **scene}
@@ -131,7 +128,6 @@ def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, make, scen
 
 
 def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
-    """Two micro-batches a step, gradients zeroed rather than dropped, an overflow that changes the scale between."""
     kinds = [(KeepsGradients, []), (KeepsGradients, [LOOKS]), (Module, [])]
     scene = {"bad": [1], "accumulate_grad_batches": 2}
     (whole,), (parts,), (dropped,) = (run(one_rank, "lars", kind=one, callbacks=looks, **scene) for one, looks in kinds)
@@ -160,8 +156,6 @@ def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_is_not(on
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes through process groups."""
-
     def __init__(self):
         super().__init__()
         self.counts = Counter()
@@ -321,7 +315,6 @@ def state_of_plugin(trainer, *_):
 
 
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path):
-    """Four epochs in one go, and the same from a checkpoint after the first."""
     path, looks = str(tmp_path / "1.ckpt"), at(on_train_end=state_of_plugin)
     scene = {"bad": [1], "scheduled": True, "max_epochs": 4}
     ((whole, _),) = run(one_rank, "lars", callbacks=[looks, Saves(path, epoch=0)], **scene)
@@ -372,7 +365,6 @@ class TwoGames(toy.Toy):
 
 
 def scales_and_skips(trainer, *_):
-    """Of each optimizer; they travel in a checkpoint."""
     plugin, restored = trainer.precision_plugin, MasterWeightPrecision("16-true")
     for _ in range(2):
         restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))

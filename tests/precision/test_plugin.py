@@ -138,7 +138,6 @@ def test_gradient_clipping_clips_the_unscaled_norm(two_ranks):
 
 @pytest.mark.parametrize("call", ["fit", "predict"])
 def test_exact_fp32_weights_are_back_after(two_ranks, call):
-    """With lr 0 the very bits of the beginning, although the model was fp16 in between."""
     before = toy.weights(Toy())
     for seen in fp16(two_ranks, partial(Toy, lr=0.0), call=call, max_epochs=1):
         after = dict(seen.weights)
@@ -169,8 +168,6 @@ def test_module_and_gradients_are_fp32_after_an_error_in_training(one_rank):
 
 
 class Scheduled(Spoiled):
-    """A schedule counts steps, or epochs."""
-
     def __init__(self, interval="step", **options):
         super().__init__(**options)
         self.interval = interval

@@ -15,8 +15,6 @@ from tests.toy import Toy
 
 
 class Value:
-    """What stands behind a parameter in fp32: a third of it."""
-
     def __init__(self, weight):
         self.master = weight.detach().float() / 3
 

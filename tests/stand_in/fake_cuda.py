@@ -136,7 +136,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def parameter(*shape: int, device: torch.device = ZERO, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """With a gradient."""
     one = nn.Parameter(torch.empty(shape, device=device))
     one.grad_dtype = None
     one.grad = torch.empty(shape, device=device, dtype=grad_dtype)

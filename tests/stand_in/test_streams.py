@@ -69,8 +69,6 @@ def test_a_loader_is_not_asked_to_fill_what_is_still_being_copied():
 
 
 class Block:
-    """Page-locked memory, which a CPU build of torch cannot have."""
-
     def __init__(self, num_bytes):
         self.memory = np.zeros(num_bytes, dtype=np.uint8)
 

@@ -52,8 +52,6 @@ def on_cuda(module):
 
 
 class Deep(toy.Toy):
-    """Many layers."""
-
     def __init__(self, num_layers):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers)))

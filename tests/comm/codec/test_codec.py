@@ -165,7 +165,6 @@ def test_zeros_stay_zeros_and_what_is_tiny_counts_as_zeros(bits):
 
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 9e-5, 1.1e-4), (4, 0.030, 0.034)])
 def test_the_measured_error_is_that_of_the_format(bits, least, most):
-    """Of normal numbers, as `block_format` says."""
     found, flat = [], gradients(1 << 18, 0, is_wild=False)
     coder = Coder(Codec(bits=bits), torch.device("cpu"), lambda *sums: found.append(sums))
     message = torch.empty(coder.codec.message_bytes(flat.numel()), dtype=torch.uint8)

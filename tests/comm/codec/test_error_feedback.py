@@ -16,8 +16,6 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
 class OneNode:
-    """A node of one rank that sends its gradients, in one bucket."""
-
     def __init__(self, bits=4, *, may_skip=True):
         self.coder = Coder(Codec(bits=bits, error_feedback=True), CPU)
         self.padded = PaddedBucket(NUMELS, [0, 2], dtype=torch.float32, device=CPU)
@@ -100,14 +98,3 @@ def test_what_fills_a_block_up_keeps_no_residual():
     assert not first[300:].any()
     assert not second[1000:].any()
     assert first[:300].all()
-
-
-@BITS
-def test_a_bucket_that_is_cut_or_made_otherwise_takes_its_residuals_along(bits):
-    node, other = OneNode(bits), OneNode(bits)
-    for seed in range(4):
-        sent = node.send(gradients(seed), scale=2.0**seed, cut=(seed // 2,), is_skipped=seed == 1)
-        assert torch.equal(sent, other.send(gradients(seed), scale=2.0**seed, is_skipped=seed == 1))
-        node.padded = PaddedBucket(NUMELS, [0, 2], dtype=torch.float32, device=CPU)
-    assert torch.equal(node.residual, other.residual)
-    assert len(list(node.feedback._of_earlier_sums())) == 1

@@ -94,7 +94,6 @@ def test_between_two_nodes_halves_are_rounded_once(two_ranks):
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
 def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nodes):
-    """By streams that record who waits for whom. Not run on a GPU."""
     expected = of_buckets([reals(rank, sum(NUMELS), torch.float32) for rank in range(4)], NUMELS, nodes)
     for found in four_ranks.run(combine_reals, nodes, torch.float32, True):
         for bucket in found:
@@ -105,7 +104,6 @@ def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nod
 
 
 def combine_rows(nodes, rows, numels):
-    """A bucket of each row of this rank."""
     return combine(nodes, [(row[dist.get_rank()].clone(), numels) for row in rows])
 
 
@@ -150,7 +148,6 @@ def test_a_scale_passes_through_to_the_bit(four_ranks, dtype, scale):
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), FOUR_NODES], ids=name)
 def test_what_overflowed_on_one_rank_is_not_finite_on_any(four_ranks, nodes, value):
-    """In the parameter that overflowed; in the others all is as without."""
     rows = torch.stack([integers(rank, 96, torch.float16) for rank in range(4)])
     bad = rows.clone()
     bad[3, 40] = value

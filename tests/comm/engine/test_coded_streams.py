@@ -107,7 +107,6 @@ def feedback_on_rank(nodes, bits, on_streams):
 
 
 def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device_nothing(four_ranks):
-    """Skipped steps, loss scales and residuals that move to other ranks."""
     nodes = ((0, 1), (2, 3))
     by_threads, by_streams = (four_ranks.run(feedback_on_rank, nodes, 4, on) for on in (False, True))
     for found, other in zip(by_threads, by_streams, strict=True):

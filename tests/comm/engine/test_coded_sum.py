@@ -25,7 +25,6 @@ LAYOUTS = [nodes for world_size in (2, 3, 4) for nodes in layouts(world_size) if
 
 
 def sums_on_rank(nodes, plans, bits, make, numels, steps=(0,), dtype=torch.float32):
-    """What this rank holds after its own data was summed under each plan, for each size and step."""
     found = []
     for plan in plans:
         engine = engine_over(nodes, plan, dtype_across_nodes=Codec(bits=bits, seed=3))
@@ -42,7 +41,6 @@ def sums_of(engine, flats):
 
 
 def encoded(values, bits, *, sender, step=0, turn=0):
-    """By the definition in torch: the message of one sender."""
     message = torch.empty(Codec(bits=bits).message_bytes(values.numel()), dtype=torch.uint8)
     ids = torch.arange(-(-values.numel() // BLOCK), dtype=torch.int32)
     passes_of(bits).encode(values, ids, (3, step, sender, turn), message, None)
@@ -91,7 +89,6 @@ def test_other_dtypes_are_summed_as_float32_and_rounded_once(two_ranks, dtype, b
 
 
 def test_noise_is_a_function_of_the_step_and_of_the_sum_in_it(two_ranks):
-    """A new engine, as of a resumed run, draws what the old one would have drawn; no two sums draw the same."""
     nodes, plans = ((0,), (1,)), [PLANS["flat"], PLANS["flat"]]
     one, other = two_ranks.run(sums_on_rank, nodes, plans, 8, same_reals, [300], (4, 5, 5))
     assert all(map(torch.equal, one, other))
@@ -102,7 +99,6 @@ def test_noise_is_a_function_of_the_step_and_of_the_sum_in_it(two_ranks):
 
 
 def same_reals(rank, numel, dtype):
-    """Of rank zero, in every sum."""
     return reals(0, numel, dtype)
 
 

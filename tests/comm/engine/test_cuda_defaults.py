@@ -47,7 +47,6 @@ def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name, num_
 
 @pytest.mark.long
 def test_a_hierarchy_is_chosen_where_it_clearly_wins(rows):
-    """On one card for eight GPUs, with four nodes; nowhere among the rows."""
     row = defaults.defaults_row("cloud_100gbe", 4)
     assert row.best.plan.algorithm == "two_level"
     assert row.best.step_s <= (1 - CLEARLY_LESS_BY_HIERARCHY) * row.flat_s

@@ -104,7 +104,6 @@ def engine_of(algorithm, nodes=TWO_BY_TWO, *, keep_events=False, dtype_across=No
 
 
 def step(engine, buffers, comm_dtype=None):
-    """Backward, averaged bucket by bucket, and an update: all on the stream that is current."""
     state, futures = HookState(engine=engine, comm_dtype=comm_dtype), []
     for index, buffer in enumerate(buffers):
         buffer.add_(1)
@@ -467,7 +466,6 @@ def test_a_plan_may_change_while_the_device_is_still_at_the_last_step(cuda):
 
 
 def sums_by_streams(algorithm, nodes, numels, dtype):
-    """Two steps whose stages are the backend's collectives, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         Cuda().installed(patch)
         engine = engine_of(algorithm, nodes)

@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import threading
 import time
 import warnings
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.engine import stages
-from tests.comm.layouts import engine_over, integers
+from tests.comm.layouts import engine_over
 from tests.toy import error_of
 
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -31,53 +30,6 @@ def replace_stage(algorithm, name, run):
         for stage in before
     )
     return lambda: stages.STAGES.update({algorithm: before})
-
-
-def many_sums(nodes, numels):
-    """Submit everything at once, at a pace of each rank's own; then wait."""
-    engine = engine_over(nodes, MIXED)
-    futures = []
-    for index, numel in enumerate(numels):
-        time.sleep(0.002 * ((index + dist.get_rank()) % 3))
-        futures.append(engine.submit(integers(dist.get_rank(), numel, torch.float32, seed=index), bucket_index=index))
-    sums = [future.wait() for future in futures]
-    engine.close()
-    return sums
-
-
-@pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 1), (2,)), TWO_BY_TWO, ((0, 2), (1, 3))])
-def test_many_tensors_in_flight_are_each_summed_right(rank_pool, nodes):
-    """Same sizes next to each other, small and large mixed: an order that differs on two ranks would mix sums up."""
-    world_size = sum(len(node) for node in nodes)
-    numels = [10, 10, 400, 400, 10, 400, 10, 10, 400, 3] * 3
-    for sums in rank_pool.ranks(world_size).run(many_sums, nodes, numels):
-        for index, flat in enumerate(sums):
-            addends = [integers(rank, numels[index], torch.float32, seed=index) for rank in range(world_size)]
-            assert torch.equal(flat, sum(addends))
-
-
-def submit_before_the_other_rank():
-    engine = engine_over(((0, 1),), MIXED)
-    assert engine._watchdog._give_up_after_s is None  # Gloo's collectives raise by themselves
-    if dist.get_rank() == 1:
-        time.sleep(1.0)
-    start = time.monotonic()
-    future = engine.submit(torch.ones(4), bucket_index=0, is_last=True)
-    submit_s, was_done = time.monotonic() - start, future.done()
-    future.wait()
-    done_s = time.monotonic() - start
-    summary = engine.trace.drain()
-    engine.close()
-    return submit_s, was_done, done_s, summary
-
-
-@pytest.mark.clock
-def test_submit_returns_before_the_sum_is_done(two_ranks):
-    submit_s, was_done, done_s, summary = two_ranks.run(submit_before_the_other_rank)[0]
-    assert not was_done
-    assert submit_s < 0.5 < 0.7 < done_s
-    assert 0.7 < summary.exposed_s <= done_s
-    assert (summary.num_steps, summary.num_buckets, summary.num_bytes) == (1, 1, 16)
 
 
 def broadcast_waits_for_the_next_reduce():
@@ -157,39 +109,6 @@ def test_a_failure_in_any_stage_on_any_rank_is_one_error_on_every_rank(four_rank
         assert all(last in error for error in errors)  # a future's carries the callback's words before it
         assert max(waited_s, closed_s) < 12  # the groups' timeout is 30 s; the watchdog looks within 0.75 s
         assert (threads, num_in_flight) == ([], 0)
-
-
-def count_after_cycles(num_cycles):
-    """OS threads, files and process groups after each open-use-close."""
-
-    def counts():
-        tasks, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
-        return tasks, files, len(dist.distributed_c10d._world.pg_map)
-
-    found = []
-    for _ in range(num_cycles):
-        engine = engine_over(((0, 1),), CommPlan(algorithm="hierarchical"))
-        engine.submit(torch.ones(10), bucket_index=0).wait()
-        engine.close()
-        engine.close()
-        with pytest.raises(RuntimeError, match="the engine is closed"):
-            engine.submit(torch.ones(1), bucket_index=0)
-        del engine
-        found.append(counts())
-    deadline_s = time.monotonic() + 10  # threads that end are a moment late to leave /proc, longer on a busy machine
-    while not is_as_before(found) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-        found[-1] = counts()
-    return found
-
-
-def is_as_before(counts):
-    return all(last <= max(early) for last, early in zip(counts[-1], zip(*counts[1:4], strict=True), strict=True))
-
-
-def test_no_thread_no_file_and_no_group_is_left_behind(two_ranks):
-    for counts in two_ranks.run(count_after_cycles, 12):
-        assert is_as_before(counts), counts
 
 
 def close_with_work_in_flight():

@@ -36,7 +36,6 @@ def groups_of(nodes, algorithm):
 
 
 def sums_on_rank(nodes, algorithm, make, cases):
-    """For each (numel, dtype): what this rank holds after its own data was summed in place."""
     results = []
     with groups_of(nodes, algorithm) as groups:
         for numel, dtype in cases:
@@ -51,7 +50,6 @@ def sums_on_rank(nodes, algorithm, make, cases):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("world_size", "algorithm", "nodes"), CASES)
 def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, algorithm, nodes):
-    """Small integers add exactly in every dtype, so the order of summation may not matter."""
     cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
@@ -119,13 +117,11 @@ def test_a_tensor_that_is_not_flat_is_refused(flat):
 
 
 def test_stage_names_are_unique():
-    """A name is a queue and a process group: shared by two algorithms, its order could differ between ranks."""
     names = [stage.name for stages in STAGES.values() for stage in stages]
     assert len(set(names)) == len(names)
 
 
 def sum_in_halves_across(nodes, algorithm, numel):
-    """Single precision in the node, fp16 between nodes."""
     engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
     flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
     engine.close()

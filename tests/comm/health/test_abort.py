@@ -85,7 +85,6 @@ def test_what_torch_aborts_by_itself_is_told_in_another_thread_until_that_is_tak
 
 
 def groups_that_would_be_aborted():
-    """Of the default group, one of Gloo's and one of each name that a backend may have."""
     other = dist.new_group([0, 1])
     groups = {name: Group(name) for name in [*sorted(ON_DEVICES | ON_HOSTS), None]}
     names = dist.distributed_c10d._world.pg_names

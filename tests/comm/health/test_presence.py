@@ -27,8 +27,6 @@ STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `all_r
 
 
 class Watched:
-    """A rank that waits, with this status; records its error."""
-
     def __init__(self, status, stalled_s, errors, rank):
         self.status, self.stalled_s, self._errors, self._rank = lambda: status, lambda: stalled_s, errors, rank
 

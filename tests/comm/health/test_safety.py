@@ -60,7 +60,6 @@ def test_buckets_in_another_order_are_an_error_on_every_rank(four_ranks, algorit
 
 
 def with_another_plan_and_other_software():
-    """Two errors: what is odd is rank 1's."""
     plan, found, is_odd = CommPlan(chunk_bytes=2**19), consensus.software(), dist.get_rank() == 1
     text = error_of(engine_over, TWO_BY_TWO, plan if is_odd else CommPlan(chunk_bytes=2**20))
     with pytest.MonkeyPatch.context() as patch:
@@ -143,7 +142,6 @@ def chunked_sums(algorithm, nodes, numels, dtype):
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, algorithm, nodes):
-    """The last carries the checksum: small, empty, or larger than its limit."""
     numels = [0, 3, 100_000, 70_001, 16_385, 300_001, 5]
     for last in (numels, numels[::-1], [1_200_017]):
         for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):

@@ -50,7 +50,6 @@ def diagnosis(statuses):
     ],
 )
 def test_a_host_that_may_live_is_not_called_dead(word, words):
-    """Rank 1 knows nothing; rank 0 talks with the other host."""
     text = diagnosis([replace(HERE, liveness={"10.0.0.2": (word, 3.0)}), HERE, None, None])
     assert text.startswith(f"comm: ranks 2, 3 do not answer: {words}")
     assert text.endswith("Ranks 2, 3 are on host b.")
@@ -65,7 +64,6 @@ LIVELY = replace(HERE, liveness={"10.0.0.2": ("slow", 3.0)})
     [[HERE, HERE, None, None], [HERE, HERE, HERE, None], [HERE, None, HERE, HERE], [LIVELY, HERE, HERE, None]],
 )
 def test_of_a_rank_whose_host_answers_or_says_nothing_no_rank_knows_more(statuses):
-    """It may be dead, however lively the host is."""
     assert "dead, stopped or unreachable" in diagnosis(statuses)
     assert [each and RankStatus.from_json(each.to_json()) for each in statuses] == statuses
 

@@ -8,8 +8,6 @@ from lightning_hybrid.comm.stats.trace import CommTrace, DeviceTimes
 
 
 class Clock:
-    """Shows what it was set to."""
-
     now_s = 0.0
 
     def __call__(self):
@@ -21,7 +19,6 @@ def traced(**options):
 
 
 def play(clock, *calls):
-    """Each at its time."""
     for clock.now_s, call, *args in calls:
         call(*args)
 
@@ -48,7 +45,6 @@ def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are(
 
 
 def test_buckets_replayed_from_device_times_count_as_if_seen():
-    """The same buckets, as their times come and all at once."""
     (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
     one_step(seen, clock)
     times = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in seen._events if event["row"] == "buckets"]

@@ -39,7 +39,6 @@ def buckets_of(topology, sizes=(2 * MIB, 2 * MIB, 3 * MIB, MIB)):
 
 
 def tune(tuning, time_of):
-    """Every trial, in order, until tuning is done."""
     tried = []
     while trials := tuning.trials():
         tried += trials
@@ -58,7 +57,6 @@ def planted(effect_of_best, buckets, topology, best_s=0.8):
 
 
 def noisy(time_of, sigma, seed, *, tail=0.0):
-    """Normal noise; with probability `tail` a step takes up to ten times as long."""
     generator = random.Random(seed)
 
     def noisy_time_of(plan):

@@ -33,7 +33,6 @@ class Session:
         self.num_steps = 0
 
     def step(self, step_s):
-        """`step_s`: by plan, on this rank."""
         self.tuning.before_batch()
         if not self.num_steps:  # as DDP, which rebuilds its buckets after the first step
             self.engine.submit(torch.ones(1000), bucket_index=0, is_last=True).wait()
@@ -121,8 +120,6 @@ def test_a_rank_under_another_plan_is_named_on_every_rank(four_ranks):
 
 
 class EngineOnCuda:
-    """What tuning asks of an engine on a device."""
-
     topology, plan, device = Topology(rank=0, nodes=TWO_BY_TWO), CommPlan(), torch.device("cuda")
 
     def prepare(self, plans):

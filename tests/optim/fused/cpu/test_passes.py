@@ -19,7 +19,6 @@ QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
 
 
 def masters(*shapes, copy_dtype=torch.float16):
-    """float32 parameters that take half-precision gradients, and their copies."""
     params = parameters(*shapes)
     for param in params:
         param.grad_dtype = None
@@ -27,7 +26,6 @@ def masters(*shapes, copy_dtype=torch.float16):
 
 
 def set_scaled_grads(params, seed, scale, dtype=torch.float16):
-    """Gradients in `dtype`, `scale` times too large."""
     set_grads(params, seed)
     for param in params:
         grad, param.grad = param.grad, None
@@ -125,7 +123,6 @@ def test_channels_last_expanded_and_missing_gradients():
 
 @pytest.fixture
 def built(monkeypatch):
-    """The commands that built something."""
     commands, original = [], cpp_library._run
 
     def run_(command):
@@ -209,7 +206,6 @@ def test_compiler_and_cache_are_those_that_the_environment_names(monkeypatch, tm
 
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_memory_that_moved_between_steps_is_found_again(rule):
-    """Of a parameter, of a copy, of state, and state that is another tensor: a step at the old place would be lost."""
     ends = []
     for moves in (False, True):
         params, copies = masters((20, 70), (5,), (300,), (9,))

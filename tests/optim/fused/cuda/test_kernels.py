@@ -55,7 +55,6 @@ def parameters(device, dtype=torch.float32, shapes=None):
 
 
 def clones_of(params):
-    """The same on the CPU, for the loop."""
     return [nn.Parameter(param.detach().cpu().clone()) for param in params]
 
 
@@ -79,7 +78,6 @@ def test_what_follows_holds_in_the_interpreter():
 
 
 def beside(device, **more):
-    """Next to the loop on the CPU."""
     return Beside(Whole(), KERNELS, shapes=SHAPES[device], device=device, **more)
 
 
@@ -122,7 +120,6 @@ def test_an_overflow_leaves_every_bit(device, bad, given, denominator):
 @on_devices
 @pytest.mark.parametrize("denominator", get_args(Denominator))
 def test_zero_norms_and_no_learning_rate_and_a_rate_on_the_device(device, denominator):
-    """And a half gradient whose norm is past 65504."""
     for clip, lr in ((None, 0.5), (1.0, 0.0), (1.0, torch.tensor(0.5))):
         params = parameters(device, shapes=[(7,), (7,), (100,), (0,)])
         with torch.no_grad():
@@ -216,7 +213,6 @@ class TwoEqualHalves:
 
 @on_devices
 def test_shards_of_dtensors_move_by_the_norms_of_whole_tensors(device):
-    """The other rank holds the same elements; a tensor of which this rank has none is in the way."""
     halves = parameters(device, shapes=[(33, 7), (0,), (5,), (64,), (65,)])
     wholes = [nn.Parameter(torch.cat([half.detach().cpu()] * 2)) for half in halves]
     ours, theirs = LARS(halves, lr=4.0, **KERNELS), LARS(wholes, lr=4.0, **LOOP)

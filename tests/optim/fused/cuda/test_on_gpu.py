@@ -51,7 +51,6 @@ def compiled(tmp_path, monkeypatch):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", ["norms", "finalize", "lars_update"])
 def test_the_kernels_compile_for_gpus(name, capability, compiled):
-    """Without a GPU: to PTX, and that to machine code."""
     from lightning_hybrid.optim.fused.cuda import lars_kernels
 
     kernel = getattr(lars_kernels, name)
