@@ -68,7 +68,6 @@ def test_an_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_noth
     assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="without CUDA's kernels torch takes lists apart")
 @pytest.mark.parametrize(("fused", "precision"), [(None, "fp16"), (True, "bf16")])
 def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, precision, fake, recwarn):
     """But for the selection of old or new values, where a step may be skipped; a read by the host would raise.

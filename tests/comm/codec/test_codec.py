@@ -133,14 +133,6 @@ def test_noise_is_another_for_each_seed_step_sender_sum_and_block(bits):
     assert torch.equal(messages[0], encoded(passes_of(bits), flat, bits, KEY))
 
 
-def test_errors_of_neighbours_and_of_successive_steps_are_not_correlated():
-    flat = gradients(1 << 16, 3, is_wild=False)
-    errors = [rounded(flat, 8, (1, step, 0, 0), passes=passes_of(8, CppPasses)) - flat for step in (0, 1)]
-    pairs = [(errors[0][:-1], errors[0][1:]), (errors[0], errors[1]), (errors[0][:-64], errors[0][64:])]
-    for one, other in pairs:
-        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 5 / math.sqrt(len(flat))
-
-
 @BITS
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
 def test_inf_and_nan_make_their_block_nan_and_no_other(bits, bad):
