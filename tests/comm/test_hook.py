@@ -125,9 +125,6 @@ def test_a_sum_that_is_in_halves_between_nodes_alone_does_not_overflow_either(fo
         assert torch.equal(grad, torch.full((5, 1), 30112.0))
 
 
-# ------------------------------------------------------------------------------------------------------- arithmetic
-
-
 def test_the_divisor_is_split_near_its_root_and_its_first_part_is_a_power_of_two():
     for world_size in (*range(1, 70), 1000, 1024, 2048, 4096):
         before, after = split_divisor(world_size, is_fp16=True)
@@ -162,9 +159,6 @@ def test_the_division_is_rounded_once_in_the_wider_dtype():
     buffer = torch.zeros(1, dtype=torch.float16)
     from_wire(torch.full((1,), 3 * 65504.0), buffer=buffer, after=3.0)  # fits only once it is divided
     assert buffer.item() == 65504.0
-
-
-# ---------------------------------------------------------------------------------------------- failures and seams
 
 
 @pytest.mark.parametrize("comm_dtype", [torch.float64, torch.int32, "float16"])

@@ -286,10 +286,7 @@ def errors():
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1))
     fabric.backward(model(torch.ones(2, 12)).mean())
-    return (
-        toy.error_of(optimizer.step),
-        toy.error_of(fabric.setup_optimizers, torch.optim.LBFGS(net.parameters())),
-    )
+    return (toy.error_of(optimizer.step), toy.error_of(fabric.setup_optimizers, torch.optim.LBFGS(net.parameters())))
 
 
 def test_what_cannot_work_is_refused_by_name(two_ranks):

@@ -231,8 +231,7 @@ BOUND = {
 }
 LONG = [("parts", "loop"), ("shards", "loop")]  # on whole tensors it is held to the lists' bits
 every_maker = pytest.mark.parametrize(
-    ("kind", "path"),
-    [pytest.param(*one, id="-".join(one), marks=[pytest.mark.long] * (one in LONG)) for one in BOUND],
+    ("kind", "path"), [pytest.param(*one, id="-".join(one), marks=[pytest.mark.long] * (one in LONG)) for one in BOUND]
 )
 both_rules = pytest.mark.parametrize("rule", RULE)
 MORE = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}, {"momentum": 0.0, "maximize": True}]

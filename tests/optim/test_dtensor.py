@@ -11,12 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests.optim.makers import FUSED, LR, Beside, Shards, distance, mesh_of
@@ -58,9 +53,6 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
     for found in four_ranks.run(distance_on_rank, (2, 2), placements, rule, options, path):
         assert found <= (2e-6 if path == FUSED else 0)
-
-
-# ---- torch's own engines ---------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -162,9 +154,6 @@ def test_gradients_that_are_sums_yet_to_be_made_are_added_up(two_ranks):
         assert found <= 5e-6
 
 
-# ---- collectives -----------------------------------------------------------------------------------------------------
-
-
 def collectives_on_rank(mesh_shape, rule, options):
     place = Shards(mesh_of(*mesh_shape), (Shard(0),) * len(mesh_shape))
     both = Beside(place, options, rule, shapes=[(4, 3)] * 40).steps(1)
@@ -186,17 +175,11 @@ def test_a_step_on_a_mesh_of_two_dimensions_is_two_collectives(four_ranks):
     assert four_ranks.run(collectives_on_rank, (2, 2), LARS, {}) == [2] * 4
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 def refusals_on_rank():
     mesh, ones = mesh_of(2), torch.ones(4, 3)
     partial = nn.Parameter(DTensor.from_local(ones, mesh, [Partial()]))
     sharded, replicated = (nn.Parameter(distribute_tensor(ones, mesh, [one])) for one in (Shard(0), Replicate()))
-    messages = [
-        error_of(LARS, [partial], lr=1.0),
-        error_of(LARS, [sharded], lr=1.0, direction="orthogonal"),
-    ]
+    messages = [error_of(LARS, [partial], lr=1.0), error_of(LARS, [sharded], lr=1.0, direction="orthogonal")]
     whole = nn.Parameter(ones.clone())
     optimizers = [LARS([one], lr=1.0, direction="orthogonal") for one in (whole, replicated)]
     set_grads([whole], 1)

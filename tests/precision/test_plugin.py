@@ -19,9 +19,6 @@ NORMS = ("net.2.", "net.6.")
 fp16 = partial(fit, precision="16-true")
 
 
-# ---- what the model is made of -------------------------------------------------------------------------------------
-
-
 def inside(trainer, module, *_):
     (optimizer,) = trainer.optimizers
     parameters = dict(module.named_parameters())
@@ -115,9 +112,6 @@ def plugin_names():
     return {p: type(toy.trainer(precision=p).precision_plugin).__name__ for p in ("32-true", "bf16-mixed", "64-true")}
 
 
-# ---- what the user's code sees -------------------------------------------------------------------------------------
-
-
 def norm_of_gradients(trainer, module, *_):
     found = [p.grad for p in module.parameters() if p.grad is not None]
     return torch.stack([one.double().norm() for one in found]).norm().item() if found else None
@@ -131,9 +125,6 @@ def test_gradient_clipping_clips_the_unscaled_norm(two_ranks):
         norms = seen.looks["on_before_zero_grad"]
         assert len(norms) == 3  # the norm after each step but the last, seen before the next zero_grad
         assert all(abs(norm - 1e-3) < 1e-7 for norm in norms)
-
-
-# ---- fp32 again after every entry point ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["fit", "predict"])
@@ -162,9 +153,6 @@ class Breaks(Toy):
 
 def test_module_and_gradients_are_fp32_after_an_error_in_training(one_rank):
     assert one_rank.run(left_after_an_error)[0] == ({(torch.float32, torch.float32)}, torch.float32)
-
-
-# ---- skipped steps -------------------------------------------------------------------------------------------------
 
 
 class Scheduled(Spoiled):
@@ -226,9 +214,6 @@ class Compiled(Toy):
 def test_compiled_network_trains_like_the_eager_one(one_rank):
     (compiled,), (eager,) = (fp16(one_rank, kind, max_epochs=1, timeout_s=180) for kind in (Compiled, Toy))
     assert compiled.losses == pytest.approx(eager.losses, abs=0.02)
-
-
-# ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 class OwnsTheClosure(torch.optim.SGD):

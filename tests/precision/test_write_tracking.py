@@ -111,9 +111,6 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
     assert not is_untouched(weight)
 
 
-# ---- whole steps ---------------------------------------------------------------------------------------------------
-
-
 def clamp_data(trainer, module, *_):
     module.net[5].weight.data.clamp_(-0.1, 0.1)
 

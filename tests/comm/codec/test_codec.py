@@ -54,9 +54,6 @@ def gradients(numel, seed, *, is_wild=True):
     return flat
 
 
-# ---- the same bits everywhere ----------------------------------------------------------------------------------------
-
-
 @BITS
 @pytest.mark.parametrize("key", [None, KEY, (0, 0, 2**32 - 1, 2**32 - 1)], ids=["nearest", "stochastic", "of a sum"])
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -81,9 +78,6 @@ def test_no_flag_of_the_compiler_changes_a_bit(bits, tmp_path):
     flat = gradients(7000, 1)
     assert torch.equal(encoded(other, flat, bits), encoded(passes_of(bits, CppPasses), flat, bits))
     assert same(rounded(flat, bits, passes=other), rounded(flat, bits))
-
-
-# ---- rounding --------------------------------------------------------------------------------------------------------
 
 
 def scales_of(flat, bits):

@@ -93,9 +93,6 @@ def test_by_collectives_of_the_backend_as_on_cuda_it_is_the_same(four_ranks, nod
             assert max(relative_errors(bucket, expected)) < 1e-6
 
 
-# ---- what it is for --------------------------------------------------------------------------------------------------
-
-
 def combine_rows(nodes, rows, numels):
     return combine(nodes, [(row[dist.get_rank()].clone(), numels) for row in rows])
 
@@ -164,12 +161,6 @@ def test_a_large_last_bucket_is_not_cut_for_its_checksum(two_ranks):
         assert found.tolist() == [1.0]
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
-# ---- what holds it safe ----------------------------------------------------------------------------------------------
-
-
 def with_other_steps(is_other):
     """Rank 3 submits as if gradients were to be averaged; or a bucket of two parameters for one."""
     engine = engine_over(FOUR_NODES, PLAN)
@@ -214,6 +205,3 @@ def refusal(plan, options):
 def test_nodes_that_no_tree_fits_are_refused(nodes):
     with pytest.raises(ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* strategy/between_nodes=mean"):
         refuse_odd_nodes(Topology(rank=0, nodes=nodes))
-
-
-# ---- under DistributedDataParallel -----------------------------------------------------------------------------------

@@ -194,9 +194,6 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
     assert [after_s(0, num_asked) for num_asked in (1, 2, 3)] == [6.0, 12.0, 24.0]
 
 
-# ---- whole ranks -----------------------------------------------------------------------------------------------------
-
-
 def host_in_a_sync(how):
     """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
     with pytest.MonkeyPatch.context() as patch:

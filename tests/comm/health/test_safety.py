@@ -28,9 +28,6 @@ def error_and_time_of(wait):
     return words[max(0, words.find("comm: ")) :].split("\n")[0], time.monotonic() - start
 
 
-# ---- the checksum ----------------------------------------------------------------------------------------------------
-
-
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=300),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
@@ -90,9 +87,6 @@ def test_a_bucket_of_another_size_is_found_before_it_is_sent(four_ranks):
         assert waited_s < 15  # the time limit is 30 s
 
 
-# ---- dead and absent -------------------------------------------------------------------------------------------------
-
-
 def one_rank_ends(number, ended_rank, algorithm):
     nodes = TWO_BY_TWO if dist.get_world_size() == 4 else ((0,), (1,))
     more = {"adasum_numels": (1500, 2500)} if algorithm == "adasum" else {}
@@ -123,9 +117,6 @@ def test_a_rank_that_dies_or_was_stopped_is_named_on_all_others(rank_pool, numbe
     assert str(raised.value).count(text) == world_size - 1, str(raised.value)
 
 
-# ---- afterwards ------------------------------------------------------------------------------------------------------
-
-
 def chunked_sums(algorithm, nodes, numels, dtype):
     engine = engine_over(nodes, CommPlan(algorithm=algorithm, chunk_bytes=2**16, num_parallel_groups=3))
     flats = [integers(dist.get_rank(), numel, dtype, seed=index) for index, numel in enumerate(numels)]
@@ -147,9 +138,6 @@ def test_chunks_of_large_buckets_round_several_groups_sum_up_right(four_ranks, a
         for are_right, chunks in four_ranks.run(chunked_sums, algorithm, nodes, last, torch.float32):
             assert max(chunks) > 1 or algorithm == "flat" or (len(nodes) == 4 and algorithm != "parallel_flat")
             assert are_right == [True] * len(last)
-
-
-# ---- diagnosis -------------------------------------------------------------------------------------------------------
 
 
 def at(place, num=2, order="b", recent="xy", *, is_inside=False):

@@ -23,10 +23,7 @@ class Session:
         self.reported, self.taken = [], []
         self.engine = engine_over(nodes, CommPlan())
         self.tuning = TuningSession(
-            self.engine,
-            report=self.reported.append,
-            on_plan=self.taken.append,
-            clock=lambda: self.now_s,
+            self.engine, report=self.reported.append, on_plan=self.taken.append, clock=lambda: self.now_s
         )
         self.addends = [[integers(r, n, torch.float16) for n in NUMELS] for r in range(dist.get_world_size())]
         self.sums = [sum(of_ranks) for of_ranks in zip(*self.addends, strict=True)]
@@ -129,9 +126,6 @@ class EngineOnCuda:
 def test_on_cuda_groups_for_all_trials_are_made_before_the_first_step():
     TuningSession(engine := EngineOnCuda())
     assert engine.prepared == ["flat", "parallel_flat", "hierarchical", "two_level"]
-
-
-# ---- the engine's part -----------------------------------------------------------------------------------------------
 
 
 def adopt_in_flight():

@@ -118,9 +118,6 @@ def test_channels_last_expanded_and_missing_gradients():
     assert distance(weights, plain) <= 1e-6
 
 
-# ---- building --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def built(monkeypatch):
     commands, original = [], cpp_library._run
