@@ -1,5 +1,4 @@
 import copy
-import pickle
 import time
 
 import pytest
@@ -167,23 +166,6 @@ def test_a_wire_dtype_that_is_none_is_refused(comm_dtype):
         HookState(engine=None, comm_dtype=comm_dtype)
 
 
-def pickle_and_use():
-    engine = engine_of("flat")
-    _, ours = two_models(engine, torch.float16)
-    again = pickle.loads(pickle.dumps(ours))  # DDP pickles its hook and state along
-    state = pickle.loads(pickle.dumps(HookState(engine=engine, comm_dtype=torch.float16)))
-    assert (state.engine, state.comm_dtype) == (None, torch.float16)
-    model = DistributedDataParallel(again.module)
-    model.register_comm_hook(state, average_bucket)
-    with pytest.raises(RuntimeError, match="was unpickled and has no engine"):
-        model(torch.ones(4, 16)).sum().backward()
-    engine.close()
-
-
-def test_a_state_pickles_without_its_engine_and_says_so_when_used(two_ranks):
-    two_ranks.run(pickle_and_use)
-
-
 def backward_of_sparse_gradients():
     engine = engine_of("auto")
     model = wrapped(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)), engine)
@@ -229,19 +211,3 @@ def test_a_failed_sum_fails_backward_with_the_engines_words_after_the_users_time
     assert "comm: rank 1 stands behind: 0 buckets handed over where others have 1" in error
     assert "rank 0 failed on bucket 0 in stage `all_reduce` of the flat all-reduce: " in error
     assert 0.9 < waited_s < 20  # of the default group it is 45 s
-
-
-def join_with_uneven_inputs():
-    engine, grads = engine_of("flat"), []
-    model = wrapped(nn.Linear(4, 1, bias=False), engine)
-    with model.join():
-        for _ in range(2 + dist.get_rank()):
-            model.zero_grad()
-            model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
-            grads.append(model.module.weight.grad[0, 0].item())
-    engine.close()
-    return grads
-
-
-def test_a_rank_that_ran_out_of_data_counts_as_zero(two_ranks):
-    assert two_ranks.run(join_with_uneven_inputs) == [[1.5, 1.5], [1.5, 1.5, 1.0]]

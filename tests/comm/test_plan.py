@@ -48,13 +48,6 @@ def test_auto_follows_its_rule(sizes, small, large):
     assert plan.fallback(topology) is None
 
 
-def test_two_level_falls_back_to_flat_on_uneven_nodes_and_says_so():
-    plan = CommPlan(algorithm="two_level")
-    assert plan.algorithms(spread(2, 1)) == ("flat",)
-    assert plan.fallback(spread(2, 1)).startswith("`algorithm` (='two_level') needs nodes of equal size")
-    assert CommPlan(algorithm="hierarchical").fallback(spread(2, 1)) is None
-
-
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans())
 def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
     assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(spread(*sizes))

@@ -201,7 +201,7 @@ def host_in_a_sync(how):
         patch.setattr(cuda_carrier, "abort_all", lambda limit_s: freed.set() or [])
         patch.setattr(presence, "ASK_AFTER_S", 0.2)
         patch.setattr(presence, "PATIENCE_S", 3.0)
-        engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=4.0 if how == "hangs" else 60.0)
+        engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=60.0)
         engine.submit(torch.ones(8), bucket_index=0, is_last=True)
         dist.barrier()
         text, began_s = "", time.monotonic()
@@ -214,10 +214,8 @@ def host_in_a_sync(how):
                 assert freed.wait(40), "the host still waits for its device"
             elif how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif how == "fails":
-                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
             else:
-                assert freed.wait(40)
+                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
             engine.submit(torch.ones(8), bucket_index=0)
         except RuntimeError as error:
             text = str(error)
@@ -228,20 +226,10 @@ def host_in_a_sync(how):
         return text, waited_s
 
 
-FAILED = "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
-BEHIND_TWO = "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl"
-
-
-@pytest.mark.parametrize(
-    ("how", "words", "least_s", "most_s"),  # the time limit is 60 s; of one that hangs 4 s
-    [("fails", FAILED, 0, 20), pytest.param("hangs", BEHIND_TWO, 3, 60, marks=pytest.mark.long)],
-)
-def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(
-    three_ranks, how, words, least_s, most_s
-):
-    for text, waited_s in three_ranks.run(host_in_a_sync, how):
-        assert least_s < waited_s < most_s
-        assert words in text
+def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(three_ranks):
+    for text, waited_s in three_ranks.run(host_in_a_sync, "fails"):
+        assert waited_s < 20  # the time limit is 60 s
+        assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text
 
 
 @pytest.mark.long
