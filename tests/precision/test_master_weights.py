@@ -119,18 +119,6 @@ def test_a_copy_is_a_plain_fp32_module_that_runs_anywhere():
         assert torch.equal(one(x), expected(x))
 
 
-def test_a_buffer_that_is_replaced_in_the_fit_stays_what_it_is():
-    """`Module.to` makes new buffers: nothing may hang on the old ones."""
-    module = Everything()
-    masters = MasterWeights(module, F16)
-    module._apply(lambda tensor: tensor.clone())
-    module.position = torch.full((4,), 1 / 3)
-    masters.follow_device()
-    assert same(module.state_dict()["position"], torch.full((4,), 1 / 3))
-    masters.restore()
-    assert module.position.dtype is torch.float32
-
-
 @pytest.mark.parametrize("reparametrise", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_what_a_weight_is_computed_from_stays_fp32(reparametrise):
     layer = reparametrise(nn.Linear(4, 3))

@@ -20,6 +20,6 @@ def lamb(ws, gradients, lrs, *, betas, eps, weight_decay, bias_correction=True, 
             if bias_correction:
                 m, v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
             u = m / (v.sqrt() + eps) + weight_decay * ws[i]
-            q = norm(ws[i]) / norm(u)
+            q = norm(ws[i]) / norm(u) if norm(ws[i]) > 0 else 1.0
             ws[i] = ws[i] - lr * (q if trust_clip is None else min(q, trust_clip)) * u
     return ws

@@ -179,28 +179,6 @@ def test_a_rank_that_combines_otherwise_is_an_error_on_all(four_ranks, is_other)
         assert "Adasum of 2 tensors" in text
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        (CommPlan(algorithm="two_level"), {}),
-        (CommPlan(algorithm="hierarchical", chunk_bytes=2**16), {}),
-        (PLAN, {"dtype_across_nodes": torch.float16}),
-    ],
-    ids=["two_level", "chunks", "dtype across"],
-)
-def test_an_engine_that_would_cut_parameters_or_round_twice_refuses(four_ranks, plan, options):
-    for text in four_ranks.run(refusal, plan, options):
-        assert text.startswith("ValueError: bucket 0 (=")
-        assert "must be 'hierarchical' in one chunk and in its own dtype for Adasum" in text
-
-
-def refusal(plan, options):
-    engine = engine_over(((0, 1), (2, 3)), plan, **options)
-    text = error_of(engine.submit, torch.zeros(2**20), bucket_index=0, adasum_numels=(2**20,))
-    engine.close()
-    return text
-
-
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2), (3,))], ids=name)
 def test_nodes_that_no_tree_fits_are_refused(nodes):
     with pytest.raises(ValueError, match=r"`between_nodes` \(=Adasum\(\)\) needs .* strategy/between_nodes=mean"):
