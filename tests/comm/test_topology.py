@@ -34,6 +34,13 @@ def test_real_processes_of_one_machine_share_a_node(one_rank, three_ranks):
     assert one_rank.run(Topology.discover) == [Topology(rank=0, nodes=((0,),))]
 
 
+def test_the_identity_of_this_host_says_more_than_its_name():
+    name, boot_id, network_namespace = host_identity()
+    assert name == socket.gethostname()
+    assert len(boot_id) == 36
+    assert network_namespace.startswith("net:[")
+
+
 def test_an_unreadable_proc_leaves_the_host_name(monkeypatch):
     def refuse(*_):
         raise PermissionError

@@ -128,12 +128,14 @@ def test_what_does_not_go_together_is_refused(rule, group, options, words):
 
 @every_rule
 def test_complex_parameters_and_what_is_no_group_are_refused_and_leave_no_group_behind(rule):
-    optimizer = rule(parameters((2,)))
+    optimizer, given = rule(parameters((2,))), {"params": parameters((3,))}
+    optimizer.add_param_group(given)
+    assert given.keys() == {"params"}, "the caller's dict"
     with pytest.raises(ValueError, match=r"`params\[1\].dtype` \(=torch.complex64\) must be float16"):
         optimizer.add_param_group({"params": [*parameters((2,)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     with pytest.raises(TypeError, match="`param_group` "):
         LARS(parameters((2,)), lr=0.1).add_param_group(parameters((2,)))
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize("rule", [RULES["lars-joint"], RULES["lamb"]])

@@ -63,6 +63,12 @@ def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_mod
     assert [(group["weight_decay"], group["trust_ratio"]) for group in groups] == [(0.1, True), (0.0, False)]
 
 
+def test_normalisation_is_known_by_type_alone():
+    net = model()
+    _, excluded = names_of(param_groups(net, 0.1, rules=("normalisation",)), net)
+    assert excluded == [f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")] + ["6.weight"]
+
+
 @pytest.mark.parametrize(
     ("rules", "excluded"),
     [

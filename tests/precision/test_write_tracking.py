@@ -111,6 +111,24 @@ def test_a_class_of_the_users_stays_and_is_always_compared():
     assert not is_untouched(weight)
 
 
+@pytest.mark.parametrize("memory", ["channels_last", "slice"])
+def test_one_element_written_in_a_large_layer_is_found(memory, monkeypatch):
+    monkeypatch.setattr(master_weights, "_BLOCK", 64)
+    module = nn.Conv2d(10, 7, 3, bias=False)
+    if memory == "channels_last":
+        module.to(memory_format=torch.channels_last)
+    if memory == "slice":
+        module.weight.data = torch.rand(7, 20, 3, 3)[:, ::2]
+    masters = MasterWeights(module, torch.float16)
+    pair = masters.pair_of(module.weight)
+    for index in (0, 5, 63, 64, 320, 629):
+        before = pair.master.detach().clone()
+        with torch.no_grad():
+            module.weight[torch.unravel_index(torch.tensor(index), module.weight.shape)] = 5.0
+        pair.absorb_outside_writes_()
+        assert (pair.master != before).sum() == 1
+
+
 def clamp_data(trainer, module, *_):
     module.net[5].weight.data.clamp_(-0.1, 0.1)
 

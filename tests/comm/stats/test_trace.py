@@ -44,6 +44,16 @@ def test_a_last_bucket_that_is_done_before_the_others_is_exposed_until_they_are(
     assert trace.drain().exposed_s == 5.0
 
 
+def test_draining_in_mid_flight_splits_the_times():
+    trace, clock = traced()
+    play(clock, (0, begins(trace, is_last=True)), (2, int))
+    first = trace.drain()
+    play(clock, (5, trace.end))
+    second = trace.drain()
+    assert (first.busy_s, first.exposed_s, first.num_buckets) == (2.0, 2.0, 1)
+    assert (second.busy_s, second.exposed_s, second.num_buckets) == (3.0, 3.0, 0)
+
+
 def test_buckets_replayed_from_device_times_count_as_if_seen():
     (seen, clock), replayed = traced(keep_events=True), CommTrace(keep_events=True)
     one_step(seen, clock)
@@ -87,6 +97,12 @@ def test_each_bucket_is_exposed_from_the_one_done_before_it():
     summary = trace.drain()
     assert summary.exposed_by_bucket_s == {0: 0.0, 1: 2.0, 2: 3.0}
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
+
+
+def test_the_achieved_rate_is_the_least_bytes_by_the_time_in_flight():
+    trace, clock = traced()
+    play(clock, (0, begins(trace, is_last=True, traffic=Traffic(least_across=150.0))), (2, trace.end, bucket(0)))
+    assert trace.drain().achieved_bytes_per_s == 75.0
 
 
 TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)

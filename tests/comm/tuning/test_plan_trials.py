@@ -143,6 +143,19 @@ def test_with_a_codec_no_algorithm_without_sums_of_nodes_is_tried():
         assert "hierarchical" in tried
 
 
+def test_flat_is_tried_again_directly_against_what_has_won():
+    """`a` beats the start and `flat` does not, and yet `flat` beats `a`: only by trying it is that found."""
+    start, a, flat = CommPlan(), CommPlan(algorithm="hierarchical"), CommPlan(algorithm="flat")
+    tuning, phase = PlanTrials(start, [lambda plan: [a, flat]], safeguard=flat), []
+
+    def time_of(plan):
+        phase.append(plan)
+        return {start: 1.0, a: 0.9, flat: 2.0 if start in phase[-3:] else 0.5}[plan]
+
+    tune(tuning, time_of)
+    assert tuning.result.plan == flat
+
+
 def test_the_cost_is_what_trials_took_beyond_the_plan_in_force_and_the_first_step_of_each_does_not_count():
     flat = CommPlan(algorithm="flat")
     tuning = PlanTrials(CommPlan(), [lambda plan: [flat]])
