@@ -84,28 +84,6 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     assert [own.state_dict()["steps_done"] for own in second] == [num_steps] * other_ranks
 
 
-@settings(deadline=None, max_examples=30)
-@given(worlds(), st.data())
-def test_a_step_under_way_continues_with_the_same_ranks(world, data):
-    shares, global_batch_size, num_images, num_steps = world
-    ranks, accumulate = shares[0]
-    given = {
-        "num_images": num_images,
-        "global_batch_size": global_batch_size,
-        "ranks": ranks,
-        "accumulate": accumulate,
-    }
-    stop = data.draw(st.integers(0, num_steps * accumulate - 1))
-    for rank in range(ranks):
-        whole = [batch.tolist() for _, batch in loader(rank=rank, **given)]
-        first = loader(rank=rank, **given)
-        iterator = iter(first)
-        before = [next(iterator)[1].tolist() for _ in range(stop)]
-        second = loader(rank=rank, **given)
-        second.load_state_dict(first.state_dict())
-        assert before + [batch.tolist() for _, batch in second] == whole
-
-
 def test_after_the_last_batch_comes_the_next_epoch():
     own = loader()
     first = [batch.tolist() for _, batch in own]

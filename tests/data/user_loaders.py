@@ -179,20 +179,10 @@ class Kind:
 NO_SAMPLER: dict[str, Any] = {"use_distributed_sampler": False}
 KINDS: dict[str, Kind] = {
     "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
-    "sequential": Kind(make=lambda **w: of(**w)),
     "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
     "drop_last": Kind(make=lambda **w: of(Images(31), shuffle=True, drop_last=True, **w)),
-    "last batch short": Kind(make=lambda **w: of(Images(30), 4, shuffle=True, **w)),
     "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
-    "persistent, generator": Kind(
-        make=lambda **w: of(shuffle=True, generator=generator(), persistent_workers=True, **w),
-        workers=(2,),
-        settings=NO_SAMPLER,
-    ),
     "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
-    "weighted, generator": Kind(
-        make=lambda **w: of(sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()), **w)
-    ),
     "batch sampler of a class of its own": Kind(
         make=lambda **w: DataLoader(
             Images(), batch_sampler=KeyedBatches(RandomSampler(range(32)), 2, False), **_forked(w)
@@ -205,14 +195,8 @@ KINDS: dict[str, Kind] = {
         make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=False), **_forked(w)), settings=NO_SAMPLER
     ),
     "no distributed sampler": Kind(make=lambda **w: of(batch_size=4, shuffle=True, **w), settings=NO_SAMPLER),
-    "no distributed sampler, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w), settings=NO_SAMPLER
-    ),
     "lazy, global torch": Kind(
         make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
-    ),
-    "lazy, global Python": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: random.randrange(32)), **w), settings=NO_SAMPLER
     ),
     "own DistributedSampler": Kind(
         make=lambda **w: of(sampler=DistributedSampler(range(32), dist.get_world_size(), dist.get_rank(), seed=8), **w)
@@ -224,45 +208,21 @@ KINDS: dict[str, Kind] = {
     "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
     "val_check_interval": Kind(make=lambda **w: of(shuffle=True, **w), settings={"val_check_interval": 3}),
     "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
-    "accumulate, limit": Kind(
-        make=lambda **w: of(shuffle=True, **w), accumulate=2, settings={"limit_train_batches": 7}
-    ),
     "max_epochs": Kind(make=lambda **w: of(shuffle=True, **w), settings={"max_steps": -1}),
-    "max_epochs, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
-        settings={"max_steps": -1, **NO_SAMPLER},
-    ),
     "reload every epoch": Kind(
         make=lambda **w: of(shuffle=True, **w), settings={"reload_dataloaders_every_n_epochs": 1}
-    ),
-    "reload every two epochs, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
-        settings={"reload_dataloaders_every_n_epochs": 2, **NO_SAMPLER},
     ),
     "two loaders, max_size_cycle": Kind(
         make=lambda **w: CombinedLoader(
             {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size_cycle"
         )
     ),
-    "two loaders, cycle, generator": Kind(
-        make=lambda **w: CombinedLoader(
-            {"a": of(Images(12), 4, shuffle=True, generator=generator(), **w), "b": of(Images(32, 100), 4, **w)},
-            "max_size_cycle",
-        ),
-        settings=NO_SAMPLER,
-    ),
     "two loaders, max_size": Kind(
         make=lambda **w: CombinedLoader(
             {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size"
         )
     ),
-    "two loaders, min_size": Kind(
-        make=lambda **w: CombinedLoader(
-            [of(Images(20), shuffle=True, **w), of(Images(32, 100), shuffle=True, **w)], "min_size"
-        )
-    ),
     "stream": Kind(make=lambda **w: of(Stream(), **w)),
-    "stream, accumulate": Kind(make=lambda **w: of(Stream(), **w), accumulate=2),
     "stream with a state": Kind(make=lambda **w: of(StatefulStream(), **w), workers=(0,)),
     "stream in a cycle": Kind(
         make=lambda **w: CombinedLoader({"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle")
@@ -306,7 +266,6 @@ if find_spec("torchdata") is not None:
     KINDS |= {
         "torchdata": Kind(make=lambda **w: _stateful(shuffle=True, **w)),
         "torchdata, stream with a state": Kind(make=lambda **w: _stateful(StatefulStream(), **w), workers=(0,)),
-        "torchdata, stream": Kind(make=lambda **w: _stateful(Stream(), **w), workers=(0,)),
     }
 
 

@@ -129,11 +129,10 @@ def test_a_packing_that_was_not_finished_is_refused(shards):
         module_of(shards)
 
 
-@pytest.mark.parametrize("name", ["offsets", "labels", "crc32s"])
-def test_a_damaged_index_is_refused(shards, name):
+def test_a_damaged_index_is_refused(shards):
     path = shards / "train" / INDEX_NAME
     data = bytearray(path.read_bytes())
-    data[data.index(getattr(ShardIndex.load(path), name).tobytes()) + 5] ^= 0x10
+    data[data.index(ShardIndex.load(path).labels.tobytes()) + 5] ^= 0x10
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"index\.npz \(index of shards\) is damaged \(Bad CRC-32"):
         module_of(shards)
@@ -178,20 +177,6 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, ho
     assert len(messages) == 2  # one of each module, however often it is read
     assert sound.train_rows.source.name(broken) in messages[0]
     assert "1 of at most 16" in messages[0]
-
-
-def test_a_broken_image_is_logged_once_and_the_last_one_passes_on_to_the_first(root, caplog):
-    module = module_of(root, global_batch_size=17)
-    last = 16
-    name = module.train_rows.source.name(last)
-    open(name, "wb").close()
-    loader = module.train_dataloader()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            for _, labels in loader:
-                place = loader.order.permutation(loader.epoch).tolist().index(last)
-                assert labels[place] == 0
-    assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
 
 
 def test_more_broken_images_than_allowed_end_the_run_naming_one(root):

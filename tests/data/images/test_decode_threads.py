@@ -67,8 +67,7 @@ def wait_until(condition, limit_s=10.0):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 7])
-@pytest.mark.parametrize("num_batches_ahead", [1, 3])
+@pytest.mark.parametrize(("num_threads", "num_batches_ahead"), [(1, 1), (2, 3), (7, 1)])
 def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batches_ahead):
     def uneven(index, row):
         time.sleep(0.001 * (index * 7 % 4))  # threads overtake one another
@@ -195,23 +194,6 @@ def test_torch_keeps_its_number_of_threads():
         torch.set_num_threads(before)
 
 
-class Pinned(torch.Tensor):
-    def is_pinned(self):
-        return True
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, Pinned])
-def test_labels_are_pinned_where_images_are(monkeypatch, kind):
-    asked, empty = [], torch.empty
-    monkeypatch.setattr(
-        decode_threads.torch,
-        "empty",
-        lambda *size, pin_memory=False, **more: asked.append(pin_memory) or empty(*size, **more),
-    )
-    list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
-    assert asked == [kind is Pinned] * len(SHARES)
-
-
 @pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
 def test_nobody_to_fill_is_refused(name):
     with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be a whole number, 1 or more"):
@@ -246,7 +228,7 @@ if "fork" in sys.argv:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.long), "fork"])
+@pytest.mark.parametrize("how", ["exit", "fork"])
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
     """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""
     done = subprocess.run(

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from lightning_hybrid.data.images import folder as folder_module
-from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes, num_images_up_to
+from lightning_hybrid.data.images.folder import ImageFolder, check_root, num_images_up_to
 from tests.data.images.pictures import image_of, write_split
 
 
@@ -72,13 +72,6 @@ def test_a_class_that_is_still_packed_is_refused(train, name):
     (train / name).write_bytes(b"")
     with pytest.raises(ValueError, match=rf"must be unpacked: train/ holds {re.escape(name)}\. Unpack"):
         ImageFolder(train)
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_the_network_must_have_as_many_classes(tmp_path, num_classes):
-    check_same_classes(tmp_path, "abc", "abc", num_classes=3)
-    with pytest.raises(ValueError, match=rf"`num_classes` \(={num_classes}\).*there are 3\. Set model\.num_classes=3"):
-        check_same_classes(tmp_path, "abc", "abc", num_classes=num_classes)
 
 
 def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_path):

@@ -158,18 +158,6 @@ def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, on
     assert len(expected) == 4
 
 
-def waited(trainer, *_):
-    return trainer.train_dataloader.take_wait_s()
-
-
-def test_a_callback_finds_the_time_waited_for_data_through_the_trainer(one_rank, root):
-    (seen,) = fit(one_rank, Remembers, train=partial(module_of, root), callbacks=[at(on_train_batch_end=waited)])
-    waits_s = seen.looks["on_train_batch_end"]
-    assert len(waits_s) == 6
-    assert waits_s[0] > 0  # nothing hides the first two batches of an epoch
-    assert all(0 <= wait_s < 30 for wait_s in waits_s)
-
-
 def synthetic(**changes) -> SyntheticImageNetDataModule:
     options = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
     options |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}

@@ -62,12 +62,3 @@ def test_loaders_keep_no_more_memory_than_their_largest_batch():
     assert (train._buffers.max_images, train._buffers.pin_memory) == (4, True)
     # 80 images are 27, 27 and 26: to give 26 batches on every rank, one of them has two images
     assert (evaluation._buffers.max_images, evaluation._buffers.pin_memory) == (2, True)
-
-
-def test_loaders_hand_on_what_is_left_for_the_device():
-    options = {"filler": DecodeThreads(num_threads=1), "on_device": lambda batch: batch}
-    order = EpochOrder(num_images=80, global_batch_size=8, seed=0)
-    evaluation = ImageEvalLoader(Noted(), world_size=3, rank=1, batch_size_per_rank=7, **options)
-    for loader in (ImageTrainLoader(Noted(), order, **options), evaluation):
-        assert loader.on_device is options["on_device"]
-        assert next(iter(loader))[0].shape[1:] == (3, 4, 4)

@@ -70,6 +70,29 @@ def test_an_index_of_a_later_version_is_refused_even_if_it_looks_alike(folder, m
         ShardIndex.load(folder / INDEX_NAME)
 
 
+WRONG = {
+    "huge": lambda array: array.astype(np.int64) + 2**40,
+    "short": lambda array: array[:-1],
+    "fractions": lambda array: array.astype(np.float64),
+    "square": lambda array: array[None],
+    "words": lambda array: np.asarray(["zzz"] * len(array)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("field", ["shards", "offsets", "num_bytes", "labels", "names", "shard_num_bytes", "classes"])
+def test_a_wrong_field_of_an_index_is_named(folder, field, wrong):
+    with np.load(folder / INDEX_NAME) as arrays:
+        named = {name: arrays[name] for name in arrays.files}
+    if named[field].dtype.kind in "SU" and wrong in ("huge", "fractions", "words"):
+        named[field] = np.arange(len(named[field]))
+    else:
+        named[field] = WRONG[wrong](named[field])
+    np.savez(folder / INDEX_NAME, **named)
+    with pytest.raises(ValueError, match=rf"({INDEX_NAME}|root).* again"):
+        ShardedImages(folder)
+
+
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_just_out_of_range_is_refused(folder, label):
     index = ShardIndex.load(folder / INDEX_NAME)
