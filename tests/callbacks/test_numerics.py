@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
 from lightning_hybrid.callbacks import numerics as numbers_module
-from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from tests import scenes, toy
 from tests.precision.test_optimizer_protocol import HostReads
@@ -128,18 +127,6 @@ def test_a_scale_that_stays_at_its_floor_is_a_warning(monkeypatch):
     assert warning.startswith("`loss_scale` (=2) has been at its floor for 10 steps")
 
 
-def with_bad_images():
-    images, labels = toy.Blobs(8).images.clone(), toy.Blobs(8).targets
-    images[5, 2] = float("inf")
-    return DataLoader([(images, labels)], batch_size=None)
-
-
-def test_images_that_are_not_finite_are_named_with_their_batch():
-    error, _ = fit(toy.Toy(), train=with_bad_images, max_epochs=60)
-    assert error.startswith("EndlessOverflowError: ")
-    assert "[0] float32 [8, 12]: 1 of 96 values not finite, in samples 5; [1] int64 [8]: from 0 to " in error
-
-
 def test_a_label_that_no_class_has_is_described_and_the_batch_saved(tmp_path):
     loader = DataLoader([(toy.Blobs(4).images, torch.tensor([0, 1, 99, 2]))], batch_size=None)
     error, _ = fit(toy.Toy(), folder=str(tmp_path), train=loader)
@@ -182,21 +169,6 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
 class Quiet(toy.Toy):
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
-
-
-def test_probes_leave_no_hook_behind_and_see_layers_in_the_order_in_which_they_run():
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    probes = LayerProbes(net)
-    net(torch.full((1, 2), float("nan")))
-    probes.remove()
-    net(torch.ones(1, 2))
-    assert (probes.num_layers, probes.first_not_finite()) == (2, "0 (Linear)")
-    assert not any(one._forward_hooks for one in net.modules())
-
-
-def test_a_batch_may_hold_anything():
-    words, is_bad = describe_batch({"x": torch.zeros(2, 0), "name": "a", "y": torch.tensor([True, False])})
-    assert (words, is_bad) == ("['y'] bool [2]: from 0 to 1", False)
 
 
 @pytest.mark.parametrize("wrong", [0, 1.5, True, None])

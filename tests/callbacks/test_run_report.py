@@ -17,7 +17,7 @@ from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.callbacks.run_report.curve import Curve
 from lightning_hybrid.checkpoint.host_copy import deep_copied
 from tests import toy
-from tests.callbacks.support import WINDOWS, counting, fit
+from tests.callbacks.support import counting, fit
 
 
 @pytest.fixture(scope="module")
@@ -181,25 +181,3 @@ def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
         again.load_state_dict(state)
         assert again.curves == report.curves
     assert len(num_bytes) == 1
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["one node", "cuda", "nothing"])
-def test_a_report_says_null_of_what_was_not_measured(two_ranks, tmp_path, kind):
-    table = two_ranks.run(report_of_window, str(tmp_path), WINDOWS[kind])[0]
-    section = json.loads((tmp_path / "summary.json").read_text())["communication"]
-    assert section["achieved_bytes_per_s"] is section["achieved_share"] is None
-    assert (section["exposed_s_per_step"] is None) == (kind != "one node")
-    assert (section["link_bytes"] > 0) == (kind == "cuda")
-    assert [bucket["mean_in_flight_s"] for bucket in section["per_bucket"]] == {
-        "one node": [pytest.approx(0.1), pytest.approx(0.2)],
-        "cuda": [None],
-        "nothing": [],
-    }[kind]
-    words = {"one node": "none between nodes", "cuda": "  time not measured", "nothing": "  not measured"}[kind]
-    assert words in next(row for row in table.splitlines() if row.startswith("communication"))
-
-
-def report_of_window(run_dir, window):
-    report = RunReport(run_dir)
-    return report.table(fit(more=[report], strategy=counting(window))[2])

@@ -38,13 +38,6 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     assert one.column(m.MFU) == pytest.approx({6: 0.16, 8: 0.16})
 
 
-def test_accumulated_batches_make_one_step(two_ranks):
-    """Two batches a step: 32 images in a second, and a logged loss of one batch, not of half a batch."""
-    one, other = seen(two_ranks, skip_steps=2, accumulate_grad_batches=2, log_every_n_steps=1)
-    assert one.column(m.IMAGES_PER_S) == {3: 32.0, 4: 32.0}
-    assert one.column(m.TRAIN_LOSS)[4] == pytest.approx((one.losses[-1] + other.losses[-1]) / 2, rel=1e-6)  # fp32 mean
-
-
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
     one = two_ranks.run(with_window, TWO_STEPS, {"report": Report(link_bytes_per_s=32000)})[0]
     of_bytes = {m.COMM_BYTES: 2000, m.COMM_LINK_BYTES: 3000, m.COMM_LEAST_LINK_BYTES: 2000, m.COMM_NODE_BYTES: 4000}
@@ -123,8 +116,7 @@ def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not logged; then two batches make a step."""
-    assert two_ranks.run(waits_logged, 1)[0] == pytest.approx({6: 0.003, 8: 0.003})
+    """Each batch is waited for 3 ms, of which the first four are not logged; two batches make a step."""
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}
 
@@ -158,7 +150,6 @@ def waits_logged(accumulate):
     ("numbers", "words"),
     [
         ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be positive"),
-        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be positive"),
         ({"peak_flops_per_s": 1e12}, r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"),
     ],
     ids=str,
