@@ -14,8 +14,8 @@ def norms_of(module):
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 64])
-@pytest.mark.parametrize("momentum", [0.001, 0.1, 1.0])
+@pytest.mark.parametrize("num_micro_batches", [1, 64])
+@pytest.mark.parametrize("momentum", [0.001, 1.0])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_micro_batches):
     """In float64; k updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""

@@ -55,14 +55,6 @@ def test_counts_follow_from_the_layers_shapes(network, image_shape):
     assert training_flops_per_image(network, image_shape) == 2 * (2 * first + 3 * sum(others))
 
 
-def test_what_checkpointing_repeats_is_not_counted():
-    network = alexnet_bn()
-    without = training_flops_per_image(network, (1, 16, 16))
-    network.checkpoint_activations = True
-    assert training_flops_per_image(network, (1, 16, 16)) == without
-    assert network.checkpoint_activations is True
-
-
 @pytest.mark.parametrize(("training", "dtype"), [(True, torch.float32), (False, torch.float16)], ids=str)
 def test_counting_leaves_the_model_and_the_random_state_as_they_were(training, dtype):
     network = alexnet_bn().to(dtype).train(training)

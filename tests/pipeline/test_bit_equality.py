@@ -67,8 +67,9 @@ def test_four_stages_in_fp16_with_lars_and_a_schedule(one_rank, four_ranks):
     assert_equal(four_ranks, one_rank, WithLars, options={"num_stages": 4}, precision="16-true")
 
 
-def test_interleaved_stages_in_bf16_with_lamb(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, WithLamb, options={"schedule": "interleaved"}, precision="bf16-true")
+def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_rank, two_ranks):
+    options = {"schedule": "interleaved", "checkpoint_activations": True}
+    assert_equal(two_ranks, one_rank, WithLamb, options=options, precision="bf16-true")
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -79,16 +80,8 @@ def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, at):
     assert assert_equal(four_ranks, one_rank, module, options={"num_stages": 4}, precision="16-true").num_skipped == 1
 
 
-def test_clipping_by_norm_counts_all_stages(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, gradient_clip_val=0.3)
-
-
-def test_activation_checkpoints_change_nothing(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, options={"checkpoint_activations": True}, precision="16-true")
-
-
-def test_data_ranks_average(two_ranks, four_ranks):
-    assert_equal(four_ranks, two_ranks, precision="16-true")
+def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, four_ranks):
+    assert_equal(four_ranks, two_ranks, precision="16-true", gradient_clip_val=0.3)
 
 
 PLACES = {

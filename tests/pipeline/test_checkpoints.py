@@ -38,13 +38,6 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert piped.keys() == plain.keys()
 
 
-@pytest.mark.long
-def test_plain_ddp_goes_on_from_a_file_of_stages(two_ranks, tmp_path):
-    path = str(tmp_path / "a.ckpt")
-    fit_some(two_ranks, 2, path, 1, precision="32-true")
-    assert len(fit(two_ranks, strategy="ddp", ckpt_path=path)[0].losses) == 4
-
-
 class Monitored(toy.Toy):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -75,9 +75,3 @@ def test_1f1b_keeps_most_in_the_first_stage_and_so_cuts_it_shorter():
 def test_what_cannot_be_cut_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         balanced_cuts(*call)
-
-
-def test_many_blocks_take_no_time_that_one_would_notice():
-    """Counted in calls, not in seconds: O(S n^2)."""
-    cuts = balanced_cuts([1.0] * 120, [1.0] * 120, 8)
-    assert cuts == [15, 30, 45, 60, 75, 90, 105]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.callbacks import ReplicaCheck
-from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
@@ -110,17 +107,11 @@ class Photos(torch.utils.data.Dataset):
         return torch.rand(3, 64, 64, generator=generator), index % 10
 
 
-NETS = {
-    "resnet": lambda: ResNet(depth=18, num_classes=10, width=0.125, stem="small"),
-    "alexnet": lambda: AlexNetBN(num_classes=10, in_channels=3, width=0.125, image_size=64, dropout=0.0),
-}
-
-
 class Photographer(pl.LightningModule):
-    def __init__(self, net):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.net = NETS[net]()
+        self.net = ResNet(depth=18, num_classes=10, width=0.125, stem="small")
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
@@ -130,12 +121,10 @@ class Photographer(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("net", NETS)
-def test_the_networks_of_the_recipes_offer_their_blocks(one_rank, four_ranks, net):
-    module, scene = partial(Photographer, net), {"data": Photos(), "max_epochs": 1}
-    (expected,) = fit(one_rank, module, **cases.accumulated(**scene))
-    piped = fit(four_ranks, module, **cases.in_stages(num_stages=4, **scene))
+def test_a_network_of_the_recipes_offers_its_blocks(one_rank, four_ranks):
+    scene = {"data": Photos(), "max_epochs": 1}
+    (expected,) = fit(one_rank, Photographer, **cases.accumulated(**scene))
+    piped = fit(four_ranks, Photographer, **cases.in_stages(num_stages=4, **scene))
     assert all(same(own.weights, expected.weights) for own in piped)
 
 

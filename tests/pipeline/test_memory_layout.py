@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from lightning_hybrid.pipeline.shapes import Boundary, boundary_of
 from tests.pipeline.cases import accumulated, in_stages, loader_of
 from tests.scenes import fit, same
 
@@ -83,14 +83,6 @@ def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank,
         assert same(own.weights, expected.weights)
         bound = 1e-2 if precision == "bf16-true" else 1e-5
         assert own.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=bound)
-
-
-def test_a_boundary_has_the_layout_that_its_blocks_make():
-    given = boundary_of(torch.empty(4, 3, 17, 19).to(memory_format=torch.channels_last))
-    blocks = ChannelsLast().net[:3]
-    found = output_of(blocks, given, torch.device("cpu"))
-    assert found.has_layout_of(blocks(torch.rand(4, 3, 17, 19).to(memory_format=torch.channels_last)))
-    assert not found.has_layout_of(torch.empty(found.shape))
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,18 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
+from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
-from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline.cases import in_stages, loader_of
-from tests.scenes import at, fit, play, same
+from tests.scenes import at, fit, play
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"schedule": "pipedream"}, "weight stashing"),
-        ({"schedule": "ZeroBubble"}, "past DistributedDataParallel"),
         ({"schedule": "dualpipe_v"}, "past DistributedDataParallel"),
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
         ({"num_stages": 1}, "one stage is no pipeline"),
@@ -65,7 +63,7 @@ def tied():
 
 def compiled():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net.compile()
+    net._compiled_call_impl = object()  # as `net.compile()` leaves it, without importing the compiler
     return Module(net=net)
 
 
@@ -116,15 +114,6 @@ def test_numbers_that_do_not_fit_are_refused(call, words):
         call()
 
 
-def test_micro_batches_are_those_of_a_smaller_loader():
-    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0), "row": torch.ones(1, 2)}
-    first, second = microbatches(batch, 2)
-    assert first["x"].tolist() == [[0, 1], [2, 3]]
-    assert second["x"].tolist() == [[4, 5], [6, 7]]
-    assert second["scale"] is batch["scale"]
-    assert second["row"] is batch["row"]
-
-
 def test_a_network_that_is_called_otherwise_than_with_one_tensor_and_a_loss_of_none_are_refused():
     net = nn.Identity()
     with pytest.raises(ValueError, match="must return a loss"):
@@ -158,40 +147,6 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
         module.log("a", 1.0)
         with pytest.raises(RuntimeError, match="cannot be called in `training_step`"):
             module.all_gather(torch.zeros(1))
-
-
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
-def test_a_draw_of_any_of_the_three_kinds_is_noticed_and_leaves_those_outside_undisturbed(draw):
-    cpu = torch.device("cpu")
-    with random_state(1, cpu):
-        outside = [draw(), draw()]
-    with random_state(1, cpu):
-        before = draw()
-        with random_state((7, 0), cpu) as has_drawn:
-            assert not has_drawn()
-            inside = draw()
-            assert has_drawn()
-        assert [before, draw()] == outside
-    with random_state((7, 0), cpu):
-        assert draw() == inside
-    with random_state((7 + 2**40, 0), cpu):  # the generators themselves take the low 32 bits
-        assert draw() != inside
-
-
-def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
-    layer = nn.Linear(2, 3)
-    own, values = layer.weight, layer.weight.detach().clone()
-    others = OtherStages([layer])
-    assert layer.weight.is_meta
-    assert own.numel() == 0
-    assert [tensor.shape for tensor in others.tensors] == [(3, 2), (3,)]
-    with others.hidden():
-        layer.to(torch.float64)  # a module is moved without them
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    others.restore([values, torch.zeros(3)], [optimizer])
-    assert layer.weight is own
-    assert torch.equal(own, values)
-    assert optimizer.param_groups[0]["params"][0] is own
 
 
 class Unshuffled(toy.Blobs):
@@ -286,7 +241,7 @@ class Sharded(torch.utils.data.IterableDataset):
         return (data[index] for index in range(dist.get_rank(), 32, 2))
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("call", ["fit", "predict"])
 def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks, call):
     parts = partial(loader_of, Sharded(), 8)
     scene = in_stages(data=toy.Blobs(32), max_epochs=1, call=call, raises=True)
@@ -348,19 +303,6 @@ def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(
     first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)  # one more at first, which finds the shape
     assert first == last
     assert len({str(order) for order in first}) == 4
-
-
-def test_the_norm_is_that_of_torch_to_the_bit_where_parameters_have_no_gradient(monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)  # one stage has all
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        gradients = [torch.randn(3, generator=generator) if index % 3 else None for index in range(60)]
-        ours, theirs = ([nn.Parameter(torch.zeros(3)) for _ in gradients] for _ in range(2))
-        for one, other, gradient in zip(ours, theirs, gradients, strict=True):
-            one.grad, other.grad = (None, None) if gradient is None else (gradient.clone(), gradient)
-        clip_by_norm_over_stages(torch.optim.SGD(ours, lr=0.1), 0.1, group=None, device=torch.device("cpu"))
-        nn.utils.clip_grad_norm_(theirs, 0.1)
-        assert all(same(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
 
 
 def votes(trainer, module):
