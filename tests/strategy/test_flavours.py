@@ -11,7 +11,6 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
-import lightning_hybrid
 from lightning_hybrid.strategy import registration
 from tests import toy
 from tests.programs import run_program
@@ -153,9 +152,3 @@ def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path
 def test_a_likely_misspelling_is_answered_with_the_name(of, name):
     with pytest.raises(ValueError, match=r"Did you mean 'hybrid_allreduce'\?"):
         of(strategy=name, accelerator="cpu", devices=1)
-
-
-def test_the_package_shows_what_it_exports():
-    assert all(getattr(lightning_hybrid, name).__name__ == name for name in lightning_hybrid.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'HybridAllreduce'"):
-        lightning_hybrid.HybridAllreduce  # noqa: B018

@@ -9,7 +9,6 @@ import lightning_hybrid
 from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean, Report
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.flavours import fabric
-from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
 
 REFUSED = [
     (Mean, {"dtype": "int2"}, r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\.$"),
@@ -133,9 +132,3 @@ def test_fabric_and_the_pipeline_take_the_same_values_and_keywords():
             old = kind(comm_dtype="bf16")
         assert old._comm._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm._comm_dtype is torch.bfloat16
     assert HybridPipelineStrategy()._comm.tune == "off"
-
-
-def test_no_old_keyword_is_offered():
-    with pytest.raises(ValueError, match="Options: ") as caught:
-        HybridAllReduceStrategy(zzz=1)
-    assert not set(OLD_KEYWORDS) & set(str(caught.value).partition("Options: ")[2].removesuffix(".").split(", "))

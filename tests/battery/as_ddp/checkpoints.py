@@ -25,16 +25,13 @@ class Falls(Plain):
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "all": {"save_top_k": -1},
     "best_2": {"save_top_k": 2, "monitor": "score"},
-    "last": {"save_last": True},
     "last_link": {"save_last": "link", "save_top_k": 2, "monitor": "score"},
     "weights_only": {"save_weights_only": True},
     "every_2_steps": {"every_n_train_steps": 2, "save_top_k": -1},
     "by_time": {"train_time_interval": timedelta(0), "save_top_k": -1},
     "filename": {"filename": "{epoch}-{score:.2f}", "monitor": "score", "save_top_k": -1},
     "overwritten": {"filename": "same", "enable_version_counter": False, "save_top_k": 1},
-    "versions": {"filename": "same", "save_top_k": -1},
     "on_exception": {"save_on_exception": True},
 }
 
@@ -107,17 +104,6 @@ def saved_by_hand(run: Run) -> Any:
     barrier()
     trainer.strategy.remove_checkpoint(weights)
     return files, run.files(), loaded.state_dict(), loaded.hparams, content_of(whole), module.hparams
-
-
-def resumed_across(run: Run, first: str | None = None, second: str | None = None) -> Any:
-    """A fit under one strategy goes on under the other; None: the one that is compared."""
-    _, _, path = run.saved(strategy=first or run.strategy)
-    trainer, module = run.fit(start={"ckpt_path": path}, strategy=second or run.strategy)
-    return module.state_dict(), trainer.global_step
-
-
-behaviour(functools.partial(resumed_across, first="ddp"), name="resumed_from_ddp")
-behaviour(functools.partial(resumed_across, second="ddp"), name="resumed_by_ddp")
 
 
 @dataclasses.dataclass

@@ -150,8 +150,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "bucket_cap_mb": {"bucket_cap_mb": 1},
-    "no_bucket_view": {"gradient_as_bucket_view": False},
-    "no_broadcast_buffers": {"broadcast_buffers": False},
     "timeout": {"timeout": timedelta(seconds=100)},
     "process_group_backend": {"process_group_backend": "gloo"},
     "cluster_environment": {"cluster_environment": LightningEnvironment()},

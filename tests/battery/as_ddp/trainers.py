@@ -112,16 +112,6 @@ def messages_of_a_fit(run: Run) -> Any:
 
 
 @behaviour
-def init_module(run: Run) -> Any:
-    trainer, seen = run.trainer(), []
-    for empty in (None, False, True):
-        with trainer.init_module(empty_init=empty):
-            module = Plain()
-        seen.append([(each.dtype, each.device.type, each.requires_grad) for each in module.parameters()])
-    return seen
-
-
-@behaviour
 def floating_dtypes_seen(run: Run) -> Any:
     """By width, in every precision: of batches, activations, losses, gradients, files, predictions and the module."""
     seen: dict[str, Any] = {}

@@ -33,10 +33,6 @@ def clip(temperature):
     return {"image": lambda: nn.Linear(NUM_FEATURES, 8), **values_of_it}
 
 
-def rms_scale(x):
-    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
 def filtered(self, x, gain):
     return self.net(torch.fft.irfft(torch.fft.rfft(x.float()) * gain, n=NUM_FEATURES))
 
@@ -84,7 +80,6 @@ ROWS = {
     "Plain": row(),
     "Temperature": row(parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature),
     "Positional": row(adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)),
-    "HandRMSNorm": row(adds=values(gain=vector(1.0)), forward=lambda self, x: self.net(x * rms_scale(x) * self.gain)),
     "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
         adds=GAIN_AND_SHIFT,
         forward=lambda self, x: self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))),
@@ -104,15 +99,7 @@ ROWS = {
         refused=HALF_SHOWS,
     ),
     "LargeTargets": targets(large, lambda said, y: F.mse_loss(said.float(), y / 1e5)),
-    "DoubleTargets": targets(large, lambda said, y: F.mse_loss(said, (y / 1e5).double())),
     "Penalty": row(loss=penalised),
-    "Einsum": row(
-        parts={
-            **values(w=lambda: torch.randn(NUM_FEATURES, NUM_CLASSES) * 0.3),
-            "b": lambda: nn.ParameterList([Value(torch.zeros(NUM_CLASSES))]),
-        },
-        forward=lambda self, x: torch.einsum("bi,io->bo", x, self.w) + self.b[0],
-    ),
     "DoubleParameter": row(
         adds=values(shift=lambda: torch.zeros(NUM_CLASSES, dtype=torch.float64)),
         forward=lambda self, x: self.net(x) + self.shift,
@@ -152,17 +139,6 @@ class AutocastDisabled(Row):
         x = self.net(x)
         with torch.autocast(self.device.type, enabled=False):
             return x.float() @ self.weight.float()
-
-
-class LayerWithoutAutocast(Row):
-    """A layer in such a region is given fp32, as users of mixed precision do."""
-
-    refused = HALF_SHOWS
-
-    def forward(self, x):
-        x = self.net[:2](x)
-        with torch.autocast(self.device.type, enabled=False):
-            return self.net[2](x.float())
 
 
 class InPlaceSums(Row):

@@ -13,21 +13,19 @@ from lightning_hybrid import Comm, LocalSteps, Mean
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.optim import LARS
 from lightning_hybrid.strategy.local_steps import node_average
 from tests import toy
 from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """With a rate that falls in each step; by LARS along the orthogonalised momentum, or LAMB, where it is asked to."""
+    """With a rate that falls in each step; by LARS along the orthogonalised momentum where it is asked to."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)
 
     def configure_optimizers(self):
-        if self.optimizer_name == "LAMB":  # these two look at norms of whole tensors
-            return LAMB(self.parameters(), lr=0.01, weight_decay=0.01)
         if self.optimizer_name == "LARS":
             return LARS(self.parameters(), lr=4.0, direction="orthogonal")
         optimizer = super().configure_optimizers()
@@ -170,9 +168,7 @@ def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("precision", "across"), [("32-true", None), ("16-true", "int4"), ("bf16-true", None), ("bf16-true", "int8")]
-)
+@pytest.mark.parametrize(("precision", "across"), [("16-true", "int4"), ("bf16-true", None)])
 def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_ranks, precision, across):
     scene = {"precision": precision, "module": {"optimizer": "Adam"}, "ranks_per_node": 2}
     ranks = local(four_ranks, 3, {"dtype": across}, callbacks=[ReplicaCheck(every_n_steps=1)], **scene)
@@ -185,25 +181,21 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_rank
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)  # with optimizer state, at the end
 
 
-@pytest.mark.parametrize("name", ["LARS", pytest.param("LAMB", marks=pytest.mark.long)])
-def test_layerwise_optimizers_with_accumulation_agree_after_a_mean(four_ranks, name):
+def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks):
     """Steps of two batches each: a period is two steps, whatever the batches."""
-    scene = {"module": {"optimizer": name}, "precision": "16-true", "max_epochs": 4, "accumulate_grad_batches": 2}
-    whole, ranks = (local(four_ranks, every, ranks_per_node=2, **scene) for every in (1, 2))
+    scene = {"module": {"optimizer": "LARS"}, "precision": "16-true", "max_epochs": 2, "accumulate_grad_batches": 2}
+    ranks = local(four_ranks, 2, ranks_per_node=2, **scene)
     for seen in ranks:
         assert same(final(seen), final(ranks[0]))
         assert all(value.isfinite().all() for value in seen.weights.values())
-        assert not same(seen.parameters, whole[0].parameters)
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
     """Gradients, running statistics and masters; then pairs of steps on each node."""
-    scene = {"ranks_per_node": 2, "precision": "16-true", "max_epochs": 4}
-    phases = [(1, {}), (2, {"from_step": 100}), (2, {"from_step": 4})]
-    for seen in zip(*(local(four_ranks, *phase, **scene) for phase in phases), strict=True):
-        whole, late, four = map(values, seen)
-        assert same(whole, late)
-        assert [torch.equal(*pair) for pair in zip(whole, four, strict=True)] == [True] * 4 + [False] * 4
+    scene = {"ranks_per_node": 2, "precision": "16-true"}
+    whole, ranks = local(four_ranks, 1, **scene), local(four_ranks, 2, {"from_step": 2}, **scene)
+    for pair in zip(whole, ranks, strict=True):
+        assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [True] * 2 + [False] * 2
 
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -241,22 +233,21 @@ def sent_so_far(trainer, module, *args):
 def sent_by(ranks, every, options=None):
     """Bytes that the busiest node sends to others, and steps, while it trains."""
     between_nodes = LocalSteps(every=every, **options) if options is not None else Mean()
-    scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off"), "max_epochs": 4}
+    scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off")}
     sent = fit(ranks, Toy, callbacks=[at(on_train_batch_end=sent_so_far)], **scene)[0].looks["on_train_batch_end"][-1]
     return sent.bytes_across, sent.num_steps, sent.exposed_s
 
 
 def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_ranks):
-    """Eight steps of two ranks on a node: two periods of four. BatchNorm's statistics are two rows of four."""
+    """Four steps of two ranks on a node: two periods of two. BatchNorm's statistics are two rows of four."""
     whole, steps, _ = sent_by(four_ranks, 1)
     num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
     for options, once in (
-        (OUTER, 2 * whole / 8),
-        ({"dtype": "bf16"}, whole / 8),
+        (OUTER, 2 * whole / 4),
         ({"dtype": "int4"}, 2 * num_blocks * (128 + 2)),
     ):
-        part, local_steps, exposed_s = sent_by(four_ranks, 4, options)
-        assert local_steps == steps == 8
+        part, local_steps, exposed_s = sent_by(four_ranks, 2, options)
+        assert local_steps == steps == 4
         statistics = 2 * 8 * 4
         assert part == pytest.approx(2 * once + statistics)
         assert exposed_s > 0
@@ -269,10 +260,8 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
     [
-        ("32-true", "SGD", {}),
         ("16-true", "Adam", OUTER),
-        ("bf16-true", "SGD", OUTER),
-        ("16-true", "SGD", {"dtype": "int4"}),
+        ("bf16-true", "SGD", {}),
         ("32-true", "Adam", {"dtype": "int4"} | OUTER),
     ],
 )
@@ -301,9 +290,9 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(two_
 # ---- overflow --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2, 3)])
-def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks, steps):
-    """Node 1 overflows in two of four steps, or all. It has no momentum yet when node 0 has; rates fall for both."""
+def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
+    """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has; rates fall for both."""
+    steps = (0, 1, 2, 3)
     module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)
     for seen in ranks:
