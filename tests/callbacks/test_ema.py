@@ -93,20 +93,6 @@ def test_a_decay_outside_its_range_is_refused():
         MasterWeightAveraging(decay=1.5)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "meta"), ("cpu", "cpu")])
-def test_the_average_lives_where_the_model_will_be_unless_told_otherwise(given, expected):
-    """When it is made, the model is still on the CPU: there, each step would copy every master over."""
-    ema = MasterWeightAveraging(device=given)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
-    module = toy.Toy()
-    for _ in range(2):
-        ema.setup(trainer, module, "fit")
-        assert {tensor.device.type for tensor in ema._average_model.module.parameters()} == {expected}
-        trainer.strategy.root_device = torch.device("cpu")  # another fit, on another device
-        expected = "cpu"
-    assert {tensor.device.type for tensor in module.parameters()} == {"cpu"}
-
-
 class OnTheHost(int):
     """In place of torch's own counter of averages, which lives on the device and is read once or twice each time."""
 

@@ -108,7 +108,6 @@ def test_in_testing_a_job_is_queued_again_with_nothing_saved(two_ranks, folder):
     ("then", "reason"),
     [
         ("echo Job is not requeueable >&2; exit 1", r"\(Job is not requeueable\)"),
-        ("exit 3", r"\(exit code 3\)"),
         (None, r"No such file or directory: 'scontrol'"),
         ("sleep 9", r"timed out after 0\.2 seconds"),
     ],

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.data.images import decode_threads
 from lightning_hybrid.data.images.decode_threads import ThreadedBatches
 from lightning_hybrid.data.images.host_buffers import HostBuffers
+from lightning_hybrid.data.images.loader import DecodeThreads
+from recipes.datasets.synthetic import StoredRows
 
 LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
@@ -67,6 +68,18 @@ def wait_until(condition, limit_s=10.0):
         time.sleep(0.002)
 
 
+def test_threads_are_not_started_before_the_first_batch_is_asked_for():
+    """Lightning makes iterators before it tells the epoch, and loaders are pickled."""
+    rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
+    buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
+    generator = DecodeThreads(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
+    assert living_threads() == []
+    next(generator)
+    assert len(living_threads()) == 2
+    generator.close()
+    assert living_threads() == []
+
+
 @pytest.mark.parametrize(("num_threads", "num_batches_ahead"), [(1, 1), (2, 3), (7, 1)])
 def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batches_ahead):
     def uneven(index, row):
@@ -93,28 +106,6 @@ def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
     assert living_threads() == []
     with pytest.raises(StopIteration):
         next(ahead)
-
-
-def test_rows_that_end_at_the_same_time_are_both_counted(monkeypatch):
-    """`rows_left -= 1` reads and writes; here every reader dawdles in between."""
-
-    class Dawdling(decode_threads._Filling):
-        @property
-        def rows_left(self):
-            value = self._rows_left
-            time.sleep(0.002)
-            return value
-
-        @rows_left.setter
-        def rows_left(self, value):
-            self._rows_left = value
-
-    monkeypatch.setattr(decode_threads, "_Filling", Dawdling)
-    ahead = batches(num_threads=4)
-    wait_until(lambda: ahead._work.begun.qsize() == 2)
-    filling = ahead._work.begun.get()
-    assert filling.full.wait(timeout=10), "a row was lost in counting"
-    ahead.close()
 
 
 def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
@@ -158,26 +149,6 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work
     done = batches(shares=SHARES[:1])
     wait_until(lambda: not living_threads())
     assert next(done)[1].tolist() == [0, 10, 20, 30, 40]
-
-
-def test_an_iterator_that_is_closed_takes_no_more_memory():
-    taken = []
-    ahead = batches(take_buffer=lambda num_rows: taken.append(num_rows) or buffer_of(num_rows), num_batches_ahead=1)
-    wait_until(lambda: len(taken) == 1)
-    time.sleep(0.05)  # a thread waits for room
-    ahead.close()
-    assert taken == [5]
-
-
-def test_an_interrupted_wait_ends_the_threads(monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    ahead = batches()
-    monkeypatch.setattr(ahead._work, "next_batch", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        next(ahead)
-    assert living_threads() == []
 
 
 def test_torch_keeps_its_number_of_threads():

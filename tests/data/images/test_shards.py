@@ -93,15 +93,6 @@ def test_a_wrong_field_of_an_index_is_named(folder, field, wrong):
         ShardedImages(folder)
 
 
-@pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_just_out_of_range_is_refused(folder, label):
-    index = ShardIndex.load(folder / INDEX_NAME)
-    index.labels[4] = label
-    index.save(folder / INDEX_NAME)
-    with pytest.raises(ValueError, match=r"which must be from 0 to 2, as there are 3 classes"):
-        ShardIndex.load(folder / INDEX_NAME)
-
-
 def test_a_split_is_packed_if_it_has_an_index_or_a_first_shard(folder, tmp_path):
     assert not holds_shards(tmp_path)
     assert holds_shards(folder)
@@ -122,20 +113,6 @@ def test_each_shard_is_opened_once_and_closed_with_the_images(folder):
     assert num_descriptors() == before + len(list(folder.glob("*.bin"))) >= before + 2
     del images
     assert num_descriptors() == before
-
-
-@needs_proc
-def test_a_shard_that_two_threads_open_at_once_is_kept_open_once(folder, monkeypatch):
-    images, before = ShardedImages(folder), num_descriptors()
-    opened = os.open
-
-    def the_other_is_first(*arguments):
-        images._files.setdefault((os.getpid(), 0), opened(*arguments))
-        return opened(*arguments)
-
-    monkeypatch.setattr(shards_module.os, "open", the_other_is_first)
-    assert images.read(0) == image_of(number_of(images, 0))
-    assert num_descriptors() == before + 1
 
 
 @needs_proc

@@ -15,7 +15,6 @@ from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import RendezvousError, meet
 from tests.scenes import at, fit
 
-EVERYWHERE = {"00000000", "0" * 32}
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 SHORT_S, LONG_S = 1.0, 30.0
 
@@ -110,22 +109,6 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"`MASTER_PORT` \(={port}\) must be a port that rank 0 may open"):
             meeting(port, rank=0, world_size=1)
-
-
-def test_a_process_may_meet_again_where_its_own_store_still_is():
-    port = free_port()
-    first = meeting(port, rank=0, world_size=1)
-    second = meeting(port, rank=0, world_size=1)
-    first.set("word", "saved")
-    assert second.get("word") == b"saved"
-
-
-def test_a_name_is_listened_to_everywhere_as_hosts_may_resolve_it_unlike():
-    port = free_port()
-    store = meeting(port, rank=0, world_size=1, address=socket.gethostname())
-    assert listening(port) <= EVERYWHERE
-    assert listening(port)
-    del store
 
 
 def test_an_address_that_is_not_this_hosts_is_warned_of():
