@@ -57,9 +57,6 @@ def run_program(
         return CompletedProcess(arguments, process.exitcode or 0, *told)
 
 
-# -------------------------------------------------------------------------------------------- in the program's process
-
-
 def _become(
     arguments: Sequence[str], cwd: str, environment: dict[str, str], streams: Sequence[Path], is_finalized: bool
 ) -> None:

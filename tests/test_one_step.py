@@ -5,8 +5,6 @@ The model is one fp16 matrix under a squared loss, so that every number of the s
     loss = mean over the rank's batch of  |W x|^2 / 2          dW = mean of (W x) x^T          W: 3 x 8
 """
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -27,8 +27,6 @@ PROCESSES = ["world.devices=2", "world.accelerator=cpu"]
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and a folder that was empty."""
-
     wheel: Path
     programs: Path
     folder: Path

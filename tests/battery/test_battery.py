@@ -1,7 +1,5 @@
 """What trains under `ddp` trains the same here, and what users of `ddp` may rely on holds here too."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

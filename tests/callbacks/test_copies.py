@@ -1,7 +1,5 @@
 """User code that copies callbacks or the trainer within a fit, as it may under `ddp`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What decides who reads which sample is read off any loader, and compared between ranks."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -46,7 +44,6 @@ def test_of_several_loaders_each_is_told_and_what_has_no_length_has_none():
 
 
 def with_a_seed_of_its_own():
-    """On rank one."""
     sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank())
     return DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)
 

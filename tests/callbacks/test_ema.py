@@ -1,7 +1,5 @@
 """The moving average: of the masters, exact in fp32, through validation, a resumption and the end of training."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Numbers that go wrong are reported with rank, batch and layer, once; and the state is there for a look."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path
@@ -94,8 +92,6 @@ def test_a_single_bad_batch_is_a_warning_on_its_rank_and_the_run_goes_on(two_ran
 
 
 class Dead(toy.Toy):
-    """Its first linear layer feeds a ReLU that never opens."""
-
     def __init__(self):
         super().__init__()
         with torch.no_grad():

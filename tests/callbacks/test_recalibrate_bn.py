@@ -1,7 +1,5 @@
 """BatchNorm's statistics of the present weights: against one pass over all images, on any number of ranks."""
 
-from __future__ import annotations
-
 import warnings
 
 import lightning.pytorch as pl
@@ -163,7 +161,6 @@ class FineTuned(toy.Toy):
 
 
 def frozen(freezes, is_test):
-    """Each rank's statistics, modes in the end, and what is warned of."""
     module, callbacks = FineTuned(freezes), [RecalibrateBatchNorm(32)]
     trainer = toy.trainer(callbacks=callbacks, limit_train_batches=2, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:

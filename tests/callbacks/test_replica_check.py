@@ -1,7 +1,5 @@
 """Ranks that drift apart are found, named with their hosts, and only they."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
@@ -19,8 +17,6 @@ LAST = "net.8.weight"
 
 
 class Spoils(pl.Callback):
-    """After a step, changes something on one rank."""
-
     def __init__(self, rank, step, what):
         self.rank, self.step, self.what = rank, step, what
 
@@ -33,7 +29,6 @@ class Spoils(pl.Callback):
         weight.view(-1)[3] += 0.5
 
     def master_below_half(self, trainer, weight):
-        """Less than what the half-precision copy can show."""
         trainer.precision_plugin.masters.pair_of(weight).master.view(-1)[3] *= 1 + 2**-20
 
     def momentum(self, trainer, weight):
@@ -47,7 +42,6 @@ class Spoils(pl.Callback):
 
 
 def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
-    """The error on each rank, and after which step."""
     callbacks = [Spoils(rank, step, what), ReplicaCheck(every_n_steps)]
     found = fit(ranks, max_epochs=1, precision=precision, callbacks=callbacks, raises=True)
     return [(seen.error, seen.global_step) for seen in found]

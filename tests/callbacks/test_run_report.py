@@ -1,7 +1,5 @@
 """The report of a run, a resumed one included."""
 
-from __future__ import annotations
-
 import html
 import json
 import pickle
@@ -22,7 +20,6 @@ from tests.callbacks.support import counting, fit
 
 @pytest.fixture(scope="module")
 def written(two_ranks, tmp_path_factory):
-    """The folder and the table of a run that was tested."""
     folder = tmp_path_factory.mktemp("run")
     return folder, two_ranks.run(report_after_a_test, str(folder))[0]
 
@@ -87,7 +84,6 @@ def table_of_the_best(run_dir):
 
 
 def rows_of(content):
-    """Cells of all tables by the first of their row."""
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in re.split("<tr[^>]*>", content)]
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 

@@ -1,7 +1,5 @@
 """A signal to any rank stops all of them after the same step, with a checkpoint from which a run goes on to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -134,7 +132,6 @@ def place(trainer, module, outputs, batch, batch_idx):
 
 
 def run(folder, where, validates, limits, ckpt_path=None):
-    """The places of a run, and what it leaves."""
     places, module = at(on_train_batch_end=place), toy.Toy()
     trainer = toy.trainer(callbacks=[StopOnSignal(folder), Signals(0, **where), places], **limits)
     with contextlib.suppress(SIGTERMException):

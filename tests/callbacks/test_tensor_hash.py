@@ -1,7 +1,5 @@
 """A fingerprint differs where a single bit does, and nowhere else."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

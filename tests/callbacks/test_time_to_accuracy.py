@@ -1,7 +1,5 @@
 """Time to accuracy: two clocks, seen once, continued after a resumption, the same on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

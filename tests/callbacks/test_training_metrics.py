@@ -1,7 +1,5 @@
 """What training logs, when, and what that is."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Many chunks of pairs are one batch: gradients, random numbers, statistics, and fits as users write them."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from unittest import mock
@@ -74,8 +72,6 @@ def test_the_second_pass_draws_what_the_first_drew_and_moves_no_statistics():
 
 
 class Contrastive(Toy):
-    """A batch is a rank's whole share of a step."""
-
     def __init__(self, optimizer=torch.optim.SGD, is_chunked=True):
         super().__init__()
         torch.manual_seed(4)

@@ -1,7 +1,5 @@
 """Losses over the pairs of all ranks, against their definition on all pairs at once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

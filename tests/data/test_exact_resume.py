@@ -78,7 +78,6 @@ def shuffled(
 
 
 def steps(ranks: list[Any], batches_of_step: int = 1) -> list[list[int]]:
-    """Images of each step, over all ranks."""
     assert not isinstance(ranks[0], str), ranks[0]
     batches = [sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)]
     return [sorted(chain(*batches[i : i + batches_of_step])) for i in range(0, len(batches), batches_of_step)]
@@ -114,8 +113,6 @@ def plain(folder: str, strategy: Any, make: Any = None) -> Any:
 
 
 class Fixed(Images):
-    """Without random numbers."""
-
     def __getitem__(self, index: int) -> Any:
         return index, torch.zeros(4)
 

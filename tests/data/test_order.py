@@ -15,8 +15,6 @@ from lightning_hybrid.data.order import batch_size_per_rank, eval_shares
 
 
 class Numbers(ResumableLoader):
-    """Batches that are the images' own numbers, twice."""
-
     def _batches(self, epoch, shares):
         for share in shares:
             yield torch.from_numpy(share), torch.from_numpy(share)

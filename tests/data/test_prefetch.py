@@ -154,8 +154,6 @@ def test_batches_arrive_on_the_gpu_with_the_right_values():
 
 
 class Images(list):
-    """Batches, and what is left to do with each on the device."""
-
     def on_device(self, batch):
         assert batch.dtype is torch.uint8
         return batch / 255

@@ -34,8 +34,6 @@ HOOKS = (
 
 
 class Numbered(InMemoryDataModule):
-    """Images whose label is their number."""
-
     image_shape = (1, SIZE, SIZE)
 
     def __init__(self, num_train: int, global_batch_size: int) -> None:
@@ -85,8 +83,6 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class End:
-    """How a fit ends."""
-
     how: str  # "max_steps", "signal", "kill" or "error"
     after: int  # steps, or batches
     hook: str = ""
@@ -98,8 +94,6 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit, the ends of its runs but the last, and what limits that."""
-
     ends: tuple[End, ...]
     ranks: int = 1
     accumulate: int = 1

@@ -43,8 +43,6 @@ def numbers() -> list[float]:
 
 
 class Images(Dataset):
-    """An image is its number, with random numbers of a transform."""
-
     def __init__(self, num_images: int = 32, first: int = 0) -> None:
         self.num_images, self.first = num_images, first
 
@@ -102,8 +100,6 @@ class Buckets(Sampler):
 
 
 class Lazy(Sampler):
-    """Draws each index when it is asked for it."""
-
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
@@ -139,8 +135,6 @@ class Foreign(Sampler):
 
 
 class Doubling(DataLoader):
-    """Gives each batch twice."""
-
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield batch
@@ -242,8 +236,6 @@ KINDS: dict[str, Kind] = {
 
 
 class Named(Images):
-    """Images by names."""
-
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(int(key))
 
@@ -301,8 +293,6 @@ class Reads(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Saves after these batches, and at the end of the first epoch."""
-
     def __init__(self, folder: str, stops: list[int]) -> None:
         self.folder, self.stops = folder, stops
 
@@ -316,7 +306,6 @@ class Saves(pl.Callback):
 
 
 def fit(kind: Kind, strategy: Any, workers: int, callbacks: Any = (), path: str | None = None, **more: Any) -> Reads:
-    """One fit, from a checkpoint or the start."""
     pl.seed_everything(3, verbose=False)
     module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
     settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings

@@ -1,7 +1,5 @@
 """A pipeline trains what accumulation trains, to the bit: weights, BatchNorm statistics and counts, optimizer state."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

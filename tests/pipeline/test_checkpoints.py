@@ -1,7 +1,5 @@
 """One file for any number of stages, and for no pipeline at all."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Cuts against every cut there is."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

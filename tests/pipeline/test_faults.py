@@ -1,7 +1,5 @@
 """A rank that is dead, stopped or failed in a schedule is named on all others, with stage and micro-batch."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

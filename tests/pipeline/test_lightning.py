@@ -1,7 +1,5 @@
 """What Lightning's users see of a pipeline: logged values, metrics, evaluation, and the module after a run."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tensors go from stage to stage in whatever order their elements lie in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Networks as users write them, which have to be trained as they are: in place, with shared and cached tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,8 +58,6 @@ def blocks(kind):
 
 
 class Ordinary(toy.Toy):
-    """The blocks of one kind, and a classifier."""
-
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)

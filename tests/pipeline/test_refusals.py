@@ -1,7 +1,5 @@
 """What a pipeline refuses, before a message is sent, with a cure; and what a pipeline would do wrong in silence."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -150,8 +148,6 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
 
 
 class Unshuffled(toy.Blobs):
-    """Other labels on other ranks."""
-
     def __getitem__(self, index):
         images, targets = super().__getitem__(index)
         return images, (targets + dist.get_rank()) % toy.NUM_CLASSES
@@ -164,7 +160,6 @@ class Wider(toy.Toy):
 
 
 def different(what):
-    """The error of a fit in which ranks differ."""
     rank, more = dist.get_rank(), {}
     if what == "cuts":
         more["cuts"] = [2 + rank]
@@ -199,8 +194,6 @@ def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks
 
 
 class Flipped(toy.Blobs):
-    """Images that each rank augments otherwise, with their labels."""
-
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
         return image * (1 - 2 * dist.get_rank()), target
@@ -265,8 +258,6 @@ class Mixes(toy.Toy):
 
 
 class SkipsRows(toy.Toy):
-    """The rows of its network's input are not those of the batch."""
-
     def loss(self, batch):
         images, targets = (torch.cat([part, part[:1]]) for part in batch)
         return super().loss((images, targets))

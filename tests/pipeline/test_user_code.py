@@ -25,8 +25,6 @@ WIDTH = toy.NUM_FEATURES
 
 
 class Mlp(toy.Toy):
-    """Three layers."""
-
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
@@ -40,8 +38,6 @@ class Mlp(toy.Toy):
 
 
 class Described(toy.Blobs):
-    """Samples with a name, a number and some words."""
-
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return {"x": x, "y": y, "name": "abcdefg"[index % 7], "place": index, "words": torch.ones(1 + index % 3)}
@@ -119,8 +115,6 @@ def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name
 
 
 class KeepsFeatures(Mlp):
-    """An auxiliary loss on what a hook keeps in the first stage."""
-
     def loss(self, batch):
         handle = self.net[1].register_forward_hook(lambda layer, args, output: setattr(self, "kept", output))
         self.kept = None
@@ -147,8 +141,6 @@ class Glue(Mlp):
 
 
 class Centred(Mlp):
-    """As DINO's centre."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("centre", torch.zeros(toy.NUM_CLASSES))
@@ -248,8 +240,6 @@ def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
 
 
 class OwnNoise(Mlp):
-    """The loss is another one each time."""
-
     def loss(self, batch):
         return super().loss(batch) * (1 + torch.rand((), generator=Noise.generator))
 
@@ -259,8 +249,6 @@ class Noise:
 
 
 class Dropped(Mlp):
-    """Draws in its stages and outside of them, and has statistics."""
-
     def made(self):
         return nn.Sequential(*super().made()[:2], nn.Dropout(), nn.BatchNorm1d(WIDTH), *super().made()[2:])
 

@@ -1,7 +1,5 @@
 """Gradients of several batches in a step: added up in fp32, rounded once."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -45,7 +43,6 @@ def batches(num_steps=1, first=None):
 
 
 def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", **options):
-    """By how much weights changed on each rank, and all that was seen."""
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     settings = {"max_epochs": 1, "use_distributed_sampler": False, "accumulate_grad_batches": NUM_BATCHES}
     data = partial(batches, num_steps, first)
@@ -71,7 +68,6 @@ def test_each_step_begins_at_zero(two_ranks):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_that_does_not_come_about_leaves_nothing_to_the_next(one_rank):
-    """The first of two steps has no last batch."""
     ((changed,), _) = change(one_rank, partial(Counts, leaves_out=True), num_steps=2)
     assert changed.tolist() == [-(1.0 + 14 * 2.0**-11) / NUM_BATCHES] * 3
 

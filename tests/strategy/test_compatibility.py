@@ -1,7 +1,5 @@
 """The table of what excludes what: every row makes its error, and the page of options shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

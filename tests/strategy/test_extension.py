@@ -43,8 +43,6 @@ def test_the_extension_of_the_page_logs_the_norm_of_an_update(two_ranks):
 
 
 class Says(FitExtension):
-    """An extension that writes down its hooks, and raises in some."""
-
     def __init__(self, fit, name, said, fails=()):
         self.name, self.said, self.fails = name, said, fails
         self.note("made", kept=False)

@@ -1,7 +1,5 @@
 """The names in the registries of all four Lightning packages, and scripts of two ranks by every launcher."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The strategy: names, options, checkpoints, what is refused, and equality with plain DDP where it must be equal."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import time

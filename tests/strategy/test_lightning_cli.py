@@ -1,7 +1,5 @@
 """`LightningCLI` with the strategy by name and by `class_path`; what `README.md` shows is run as it stands."""
 
-from __future__ import annotations
-
 import re
 import sys
 from datetime import timedelta

@@ -44,7 +44,6 @@ PROVED_BY = {
 
 
 def rows() -> dict[str, list[tuple[str, str]]]:
-    """The first two columns of each table, by the name of the library."""
     text = README.read_text().partition("## Checkpoints of other libraries")[0]
     found = {}
     for section in text.split("\n## ")[1:]:
@@ -54,7 +53,6 @@ def rows() -> dict[str, list[tuple[str, str]]]:
 
 
 def expressions(cell: str) -> list[str]:
-    """What of a cell's code is a call in Python."""
     found = []
     for code in re.findall(r"`([^`]+)`", cell):
         try:
@@ -97,7 +95,6 @@ class Pictures(pl.LightningModule):
 
 
 def small_imagenet(**given):
-    """The data module of the cell, on a few pictures."""
     if dist.get_rank() == 0:
         write_root(Path("pictures"))
     dist.barrier()
@@ -169,7 +166,6 @@ class Slope(pl.LightningModule):
 
 
 def compress_as_torch(trainer, module):
-    """Lightning registers hooks on CUDA only."""
     trainer.strategy.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 

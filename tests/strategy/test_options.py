@@ -1,7 +1,5 @@
 """Options as values: what each accepts, and what keywords of 0.2 become."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

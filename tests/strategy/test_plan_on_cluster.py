@@ -1,7 +1,5 @@
 """A described cluster instead of a plan: the plan is chosen on it, and tuning starts from there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -57,8 +55,6 @@ def test_the_plan_is_the_one_chosen_on_the_cluster_with_the_nodes_of_the_job(fou
 
 
 class MostChunks:
-    """A planner of a user's own."""
-
     def plan_for(self, numels, topology, *, itemsize, on_cuda):
         return CommPlan(algorithm="hierarchical", chunk_bytes=sum(numels) * itemsize)
 

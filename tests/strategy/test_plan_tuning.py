@@ -1,7 +1,5 @@
 """The plan is tuned in a fit where that is asked for and worth it; no bit depends on it where the order does not."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

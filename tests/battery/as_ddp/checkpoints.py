@@ -17,8 +17,6 @@ from tests.battery.case import Plain, Run, barrier, behaviour, loader
 
 
 class Falls(Plain):
-    """Logs a metric that goes up and down."""
-
     def on_train_epoch_end(self) -> None:
         self.log("score", torch.tensor(float((self.current_epoch * 2) % 3)), sync_dist=True)
 
@@ -44,7 +42,6 @@ def fit_with_files(run: Run, *loaders: Any, plugins: Any = None, **options: Any)
 
 
 def kept(options: dict[str, Any], run: Run) -> Any:
-    """What a ModelCheckpoint with these options leaves."""
     _, _, saves = fit_with_files(run, loader(), loader(), **options)
     files = run.files()
     links = [file for file in files if os.path.islink(run.folder / file)]
@@ -65,7 +62,6 @@ def content_of(path: Path) -> Any:
 
 @behaviour
 def precision_in_a_file(run: Run) -> Any:
-    """Entries of the precision plugin."""
     _, _, path = run.saved()
     return [key for key in torch.load(path, weights_only=True) if "Precision" in key]
 
@@ -108,14 +104,10 @@ def saved_by_hand(run: Run) -> Any:
 
 @dataclasses.dataclass
 class Sizes:
-    """Of a user."""
-
     width: int = 1
 
 
 class Stateful(Plain):
-    """Puts things of its own into checkpoints and takes them out."""
-
     def __init__(self, more: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -149,7 +141,6 @@ def objects_in_a_checkpoint(run: Run) -> Any:
 
 @behaviour
 def damaged_file(run: Run) -> Any:
-    """A bit of a weight that has flipped on the disk."""
     trainer, module, path = run.saved()
     barrier()
     if trainer.is_global_zero:

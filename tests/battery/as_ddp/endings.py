@@ -77,7 +77,6 @@ def notes_of_an_error(run: Run) -> Any:
 
 @behaviour
 def overflow(run: Run) -> Any:
-    """What one batch whose loss is infinite leaves."""
     step = step_and(lambda self, loss, batch_idx: loss * float("inf") if batch_idx == 1 else loss)
     _, module = run.fit(plain_with(training_step=step), max_epochs=1)
     return [bool(torch.isfinite(each).all()) for each in module.parameters()]

@@ -37,23 +37,17 @@ class _Loaders:
 
 
 class Noting(_Loaders, Plain):
-    """Notes every hook of a module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Any] = []
 
 
 class NotingCallback(pl.Callback):
-    """Notes every hook that a callback has."""
-
     def __init__(self, notes: list[Any]) -> None:
         self.notes = notes
 
 
 class NotingData(_Loaders, pl.LightningDataModule):
-    """Notes every hook of a datamodule."""
-
     def __init__(self, notes: list[Any]) -> None:
         super().__init__()
         self.notes = notes

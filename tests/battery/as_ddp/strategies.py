@@ -122,7 +122,6 @@ def _refused(run: Run, arguments: dict[str, Any]) -> list[str]:
 
 
 def made_with(arguments: dict[str, Any], run: Run) -> Any:
-    """A fit with an argument that both take."""
     trainer, module = run.fit(strategy=type(run.trainer().strategy)(**arguments), max_epochs=1)
     return module.state_dict(), state_of(trainer)
 

@@ -16,7 +16,6 @@ from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Every public property of the trainer, by value or by type."""
     names = [name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))]
     return {"trainer": {name: property_of(trainer, name) for name in names if name != "model"}}  # `wrapped_model`
 
@@ -60,7 +59,6 @@ def class_of_a_loader(run: Run) -> Any:
 
 @behaviour
 def state_during_a_fit(run: Run) -> Any:
-    """What the trainer says in the middle of a fit."""
     seen: list[Any] = []
 
     class Looking(Plain):

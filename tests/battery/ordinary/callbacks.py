@@ -1,7 +1,5 @@
 """Callbacks that copy, save, average, prune, freeze and cut, and what is asked of the model outside of a step."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -16,12 +14,10 @@ ONES = torch.ones(2, NUM_FEATURES)
 
 
 def called(base=Row, *, attributes=None, **hooks):
-    """A row with a callback of these hooks."""
     return row(base, configure_callbacks=lambda self: callbacks.LambdaCallback(**hooks), **(attributes or {}))
 
 
 def shipped(make, **more):
-    """A row with one of Lightning's own."""
     return row(configure_callbacks=lambda self: make(), **more)
 
 
@@ -32,8 +28,6 @@ def digits(state):
 
 
 class _Saves(Row):
-    """What is kept is what the module has when training ends."""
-
     def keep(self, saved):
         self.saved, self.facts["saved"] = saved, digits(saved)
 

@@ -1,7 +1,5 @@
 """Torch's own layers, and what torch does to layers: parametrizations, pruning, checkpointing."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -17,7 +15,6 @@ def head(size):
 
 
 def steps_of(x):
-    """Three steps of four features each."""
     return x.view(-1, 3, 4)
 
 
@@ -28,7 +25,6 @@ def recurrent(core, forward=None, **more):
 
 
 def from_first_state(self, x):
-    """A learned first state, and a packed sequence."""
     h, c = (state.expand(1, len(x), 16).contiguous() for state in self.first)
     packed = nn.utils.rnn.pack_padded_sequence(steps_of(x), torch.full((len(x),), 3), batch_first=True)
     return self.head(self.layer(packed, (h, c))[1][0][0])

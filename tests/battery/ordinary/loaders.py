@@ -1,7 +1,5 @@
 """Loaders: what hands out batches, and of what kind they are."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,8 +68,6 @@ class Batch:
 
 
 class _Dicts(toy.Blobs):
-    """Text, numbers, None and nests beside tensors."""
-
     def __getitem__(self, i):
         one = {"x": {"image": self.images[i]}, "y": [self.targets[i]]}
         return one | {"name": f"sample {i}", "weight": 1.0 + 2.0**-20}
@@ -92,7 +88,6 @@ def loss_of_fields(self, batch):
 
 
 def fed(make, base=Row, **more):
-    """A row with a loader of its own."""
     return row(base, train_dataloader=lambda self: make(), **more)
 
 
@@ -137,8 +132,6 @@ class MovedByHand(Row):
 
 
 class DataloaderIter(Row):
-    """The user takes batches from the iterator."""
-
     ignored_warnings = ("You are using the `dataloader_iter` step flavor", "Found `dataloader_iter` argument")
 
     def training_step(self, dataloader_iter):

@@ -1,7 +1,5 @@
 """Loops: automatic ones with what Lightning adds to them, and ones by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch
@@ -39,17 +37,12 @@ class TensorHooks(Row):
 
 
 class GradientPenalty(Row):
-    """The gradient of the output by the input, in the loss (WGAN-GP)."""
-
     def loss(self, batch):
         x, y = batch
         x = x.float().requires_grad_()
         logits = self(x)
         (gradient,) = torch.autograd.grad(logits.float().sum(), x, create_graph=True)
         return F.cross_entropy(logits, y) + 0.1 * (gradient.norm(dim=1) - 1).square().mean()
-
-
-# ---- by hand -------------------------------------------------------------------------------------------------------
 
 
 class _InTurns(Manual):
@@ -86,7 +79,6 @@ class _InTurns(Manual):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
     def normalise(self, optimizer):
-        """By hand, in place and by assignment."""
         total = total_norm(self)
         for i, p in enumerate(self.parameters()):
             if i % 2:

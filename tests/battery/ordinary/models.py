@@ -1,7 +1,5 @@
 """Models that people write by hand: their own parameters meet tensors of any dtype."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +17,6 @@ def tokens_of(x):
 
 
 def values(**made):
-    """Parameters of one's own, made when the module is."""
     return {name: lambda make=make: Value(make()) for name, make in made.items()}
 
 
@@ -28,7 +25,6 @@ def clip_logits(self, x):
 
 
 def clip(temperature):
-    """The head of CLIP."""
     values_of_it = values(text=lambda: torch.randn(NUM_CLASSES, 8), temperature=lambda: torch.tensor(temperature))
     return {"image": lambda: nn.Linear(NUM_FEATURES, 8), **values_of_it}
 
@@ -51,14 +47,11 @@ def tied(self, batch):
 
 
 def penalised(self, batch):
-    """Weight decay by hand, and a sparse first layer."""
     decay = sum(p.pow(2).sum() for p in self.parameters())
     return Row.loss(self, batch) + 1e-3 * decay + 1e-3 * self.net[0].weight.abs().sum()
 
 
 def targets(make, loss):
-    """Regression of numbers that half precision does not hold."""
-
     def train_dataloader(self):
         images = samples().images
         return DataLoader(TensorDataset(images, make(images[:, :1] + images[:, 1:2])), batch_size=8)
@@ -167,8 +160,6 @@ class ParameterArithmetic(Row):
 
 
 class HalfLoss(Row):
-    """The loss itself comes out of autocast in half precision."""
-
     falls_to = 0.8
 
     def loss(self, batch):
@@ -198,8 +189,6 @@ class OwnFunction(Row):
 
 
 class Maml(Row):
-    """A step of SGD inside of the loss, differentiated through."""
-
     def loss(self, batch):
         x, y = batch
         weights = dict(self.net.named_parameters())

@@ -1,7 +1,5 @@
 """Optimizers: torch's, ours, and those that users write. A row of the first table is a line."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch
@@ -59,8 +57,6 @@ class ByParameter(optim.Optimizer):
 
 
 class Lion(ByParameter):
-    """A sign of momentum."""
-
     def move(self, p, state, group):
         momentum = state.setdefault("momentum", torch.zeros_like(p))
         p.sub_(torch.sign(momentum.lerp(p.grad, 1 - 0.9)), alpha=group["lr"])

@@ -1,7 +1,5 @@
 """What a model writes beside its optimizer: counters, averages, teachers, buffers made on the way."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -46,9 +44,6 @@ class AssignedBuffers(Row):
 
     def after_fit(self):
         self.facts["buffers"] = [(t.dtype, t.tolist()) for t in (self.count, self.late, self.plain)]
-
-
-# ---- teachers ------------------------------------------------------------------------------------------------------
 
 
 def frozen_copy(self):

@@ -1,7 +1,5 @@
 """Bad input: an error before work starts that names the cure, or another image in the broken one's place, counted."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 
@@ -189,8 +187,6 @@ def test_a_set_without_any_readable_image_is_an_error_not_a_loop(root):
 
 
 class OneSound(ImageSource):
-    """Images of which one alone can be read."""
-
     def __init__(self, sound):
         self.classes, self.labels, self.sound, self.asked = ("n01",) * 5, np.arange(5), sound, []
 

@@ -1,7 +1,5 @@
 """Views: the published crops, the same for an image on any rank, and within a grey level of Pillow's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Decoding: any image file becomes RGB, with the same bits from either decoder; broken files are errors."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tracemalloc

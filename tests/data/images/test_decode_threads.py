@@ -1,7 +1,5 @@
 """Threads that work ahead: every batch in order, a bounded number of them, and none left when the consumer leaves."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Image folders as people have them: other suffixes, links, hidden folders, names that are no text."""
 
-from __future__ import annotations
-
 import os
 import re
 

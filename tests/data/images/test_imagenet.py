@@ -74,7 +74,6 @@ def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
 
 
 def by_name(module):
-    """Label and file of every image, by the image's name."""
     source, row = module.train_rows.source, torch.zeros(3, 16, 16, dtype=torch.uint8)
     return {
         source.name(index).split("/")[-1].split(":")[-1]: (
@@ -100,8 +99,6 @@ def test_packed_images_are_the_same_images_and_counted_alike(root, tmp_path):
 
 
 class Remembers(pl.LightningModule):
-    """What a step is given, and nothing learnt from it."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3)

@@ -17,7 +17,6 @@ from tests.data.images.pictures import image_of, packed, write_root
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Five images in shards of at most three."""
     return packed(write_root(tmp_path / "root", 5, 3), tmp_path / "packed", shard_bytes=3000) / "train"
 
 

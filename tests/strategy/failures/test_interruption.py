@@ -1,7 +1,5 @@
 """A run that is stopped ends on every rank, soon, and says where it stopped and how to go on."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -31,13 +29,11 @@ class Module(toy.Toy):
 
 
 def signal_itself(rank, number, trainer, module):
-    """One rank, in the tenth step."""
     if trainer.global_step == 9 and dist.get_rank() == rank:
         os.kill(os.getpid(), number)
 
 
 def signalled(rank, number, folder, stops=False):
-    """What ended the fit on this rank, and what rank zero reported."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -1,7 +1,5 @@
 """What a user reads last: after an error, a rank that was killed, no shared memory; and what a notebook is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -72,9 +70,6 @@ def test_the_error_of_a_forked_rank_is_its_own_and_not_the_parents():
     assert found == 'ValueError: label 7 is out of range\n  File "/home/me/train.py", line 8, in training_step'
 
 
-# ---- a rank that was killed ------------------------------------------------------------------------------------------
-
-
 def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monkeypatch):
     seen = []
     monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=seen.append))
@@ -114,9 +109,6 @@ def test_a_killed_rank_is_named_by_our_error_and_not_by_lightnings_launcher(tmp_
     assert "comm: rank 1 does not answer: its process is dead" in error + where
     assert "zombies" not in done.stderr
     assert "The run stopped in epoch 0 after step 2" in end
-
-
-# ---- a notebook ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

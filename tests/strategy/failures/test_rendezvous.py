@@ -1,7 +1,5 @@
 """A rendezvous, and ones that fail: every rank names who is missing, and rank zero listens only where it should."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -115,9 +113,6 @@ def test_an_address_that_is_not_this_hosts_is_warned_of():
     """192.0.2.1 is for documentation (RFC 5737): such as the outer address of a host behind a translator."""
     with pytest.warns(UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is no address of this host's own"):
         assert rendezvous._listen("192.0.2.1", free_port()) is None
-
-
-# ---- of a whole fit --------------------------------------------------------------------------------------------------
 
 
 def listens(trainer, module):

@@ -1,7 +1,5 @@
 """Before the engine is there, and where there will be none, a rank that keeps others waiting is named as well."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -99,8 +97,6 @@ def unseeded():
 
 
 class Own(toy.Toy):
-    """A parameter that DDP ignores is each rank's own."""
-
     _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
 
     def __init__(self):

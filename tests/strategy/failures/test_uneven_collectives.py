@@ -1,7 +1,5 @@
 """What ranks see differently never decides whether a collective is entered: one rank differs at each such place."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -23,8 +21,6 @@ LIMIT_S = 40.0  # a deadlock lasts as long as the pool's groups wait: 45 s
 
 
 class FailsOnRankOne(toy.Toy):
-    """An error of the user's in the second batch, on one rank."""
-
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and dist.get_rank() == 1:
             raise FloatingPointError("of the user")

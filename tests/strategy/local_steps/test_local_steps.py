@@ -42,7 +42,6 @@ def validated(trainer, module, *args):
 
 
 def values_of(module):
-    """Parameters and running statistics in one row."""
     return torch.cat([value.detach().float().reshape(-1) for _, value in sorted(module.state_dict().items())])
 
 
@@ -62,12 +61,10 @@ def local(ranks, every, options=None, module=None, callbacks=(), **scene):
 
 
 def values(seen):
-    """After each batch."""
     return [one for one, *_ in seen.looks["on_train_batch_end"]]
 
 
 def final(seen):
-    """Weights, statistics and optimizer state."""
     return [seen.weights, seen.states]
 
 
@@ -327,7 +324,6 @@ def error_in(look, ranks_per_node):
 
 
 def test_a_rank_that_drifts_from_its_node_is_found_before_the_mean(four_ranks):
-    """In both nodes, which find it by themselves."""
     words = "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps 1"
     assert all(error.startswith(words) for error in four_ranks.run(error_in, drift, 2))
 

@@ -23,15 +23,11 @@ def weights_of(module):
 
 
 def fit(ranks, module, options, **settings):
-    """Nodes of one rank each."""
     scene = {"between_nodes": LocalSteps(**options), "ranks_per_node": 1, "comm": Comm(tune="off")}
     return scenes.fit(ranks, module, **scene | settings)
 
 
 LOW_RATE = partial(toy.Toy, lr=0.05)
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
 class Rows(pl.LightningModule):
@@ -61,9 +57,6 @@ def test_an_element_that_one_node_alone_has_seen_moves_no_faster_on_the_others(t
         assert 0 < max(float((after - before).abs().max()) for before, after in pairs) < 2e-2
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("averages", "options"),
     [
@@ -80,9 +73,6 @@ def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, averages, options)
     assert same(one.weights, other.weights)
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 class LeavesOut(toy.Toy):
     """Rank 1 leaves out every second step, as one whose gradient is too long."""
 
@@ -93,7 +83,6 @@ class LeavesOut(toy.Toy):
 
 
 def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two_ranks):
-    """It held the other node up until the timeout."""
     callbacks = [at(on_train_batch_start=weights_now)]
     one, other = fit(two_ranks, partial(LeavesOut, lr=0.05), {"every": 2}, max_steps=5, callbacks=callbacks)
     assert same(one.weights, other.weights)
@@ -103,8 +92,6 @@ def test_a_step_that_one_node_leaves_out_ends_the_period_with_the_next_batch(two
 
 
 class ByHand(toy.Toy):
-    """Steps its optimizer past Lightning."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -119,9 +106,6 @@ class ByHand(toy.Toy):
 def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
     seen, _ = fit(two_ranks, ByHand, {"every": 2}, max_epochs=1, warns=True)
     assert sum("which is still 0 after 2 batches" in text for text in seen.warnings) == 1
-
-
-# ---- what else there is ----------------------------------------------------------------------------------------------
 
 
 class Teacher(toy.Toy):

@@ -1,7 +1,5 @@
 """Layers cut over the ranks of a node in a fit: what whole layers would do, up to the order of additions."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from functools import partial
@@ -99,7 +97,6 @@ def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(two_ranks, tmp_path,
 
 
 def uneven_loader():
-    """Other numbers of images, and of batches, on each rank."""
     images = sliced.images_of(2, rank=7 + this_rank())[: 11 - 7 * this_rank()]
     return torch.utils.data.DataLoader(images, batch_size=4)
 
@@ -222,7 +219,6 @@ def test_a_step_sends_images_and_logits_and_one_sum_of_squares(four_ranks):
 
 
 def spoil(trainer, module, outputs, batch, batch_idx):
-    """The trunk on one rank."""
     if batch_idx == 1 and this_rank() == 1:
         with torch.no_grad():
             module.net.trunk[0].weight[0, 0] += 1

@@ -1,7 +1,5 @@
 """Layers cut over the ranks of a node, held against whole layers under DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

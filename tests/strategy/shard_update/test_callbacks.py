@@ -1,7 +1,5 @@
 """Callbacks where the ranks of a node share the update: averages, the check of replicas, metrics, outside writes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
@@ -33,7 +31,6 @@ def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
 
 @torch.no_grad()
 def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
-    """On one rank, change what it has of the largest tensor."""
     if batch_idx == 0 and this_rank() == rank:
         weight = module.weights[6]
         if what == "master":

@@ -1,7 +1,5 @@
 """What `shard_update` refuses, before training and by name; faults in its exchanges: the same error on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

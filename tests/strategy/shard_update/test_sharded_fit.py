@@ -1,7 +1,5 @@
 """The update shared within a node: to the bit what every rank would do by itself, in a part of the memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -45,7 +43,6 @@ lamb_lists = partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm"
 
 
 def overflows_in(index):
-    """In the last part of this parameter alone, in two of five steps."""
     return {"num": 5, "num_skipped": 2, "special": {"overflows": (1, 2), "overflow_in": index}}
 
 
@@ -100,18 +97,13 @@ def test_each_rank_of_a_node_holds_a_part_of_the_large_tensors(two_ranks, precis
     assert sum(state["momentum_buffer"].numel() for state in ranks[0].states[0].values()) == weights
 
 
-# ---- gradients that are averaged for their owners alone -------------------------------------------------------------
-
-
 def num_scattered(trainer, module, *args):
-    """How many buckets of the last steps went to their owners alone."""
     extensions = trainer.strategy._extensions
     scatter = extensions.made[0]._parts.scatter if extensions else None
     return scatter and sum(packing is not None for packing in scatter._packings.values())
 
 
 def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
-    """How many buckets were scattered, on each rank."""
     scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
     callbacks = [*callbacks, at(on_train_batch_start=num_scattered)]
     shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
@@ -174,9 +166,6 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
         assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of the other are not
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     """Two epochs of two batches, saved after each: weights on each rank, and the file in the end."""
     file = path / f"{shard_update}4.ckpt"
@@ -196,7 +185,6 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     ],
 )
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
-    """Four batches in one go, and resumed after two."""
     straight = saved(two_ranks, tmp_path, precision, "off")
     begun = saved(two_ranks, tmp_path, precision, first)
     assert same(straight, begun)
