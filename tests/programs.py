@@ -41,8 +41,7 @@ def run_program(
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         process = warm_context().Process(
-            target=_become,
-            args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized),
+            target=_become, args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized)
         )
         process.start()
         process.join(timeout_s)

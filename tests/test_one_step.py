@@ -78,11 +78,7 @@ def one_step(algorithm):
     strategy._comm.bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))
-    return {
-        **module.at,
-        "initial": initial,
-        "skipped": trainer.precision_plugin.num_skipped_steps,
-    }
+    return {**module.at, "initial": initial, "skipped": trainer.precision_plugin.num_skipped_steps}
 
 
 def relative(value, exact):

@@ -42,10 +42,7 @@ def by_layer(network, images):
 
 @pytest.mark.parametrize(
     ("network", "image_shape"),
-    [
-        (ResNet(depth=18, width=0.0625, num_classes=5), (3, 64, 48)),
-        (alexnet_bn(), (1, 16, 16)),
-    ],
+    [(ResNet(depth=18, width=0.0625, num_classes=5), (3, 64, 48)), (alexnet_bn(), (1, 16, 16))],
     ids=["ResNet-18", "AlexNetBN"],
 )
 def test_counts_follow_from_the_layers_shapes(network, image_shape):

@@ -23,10 +23,7 @@ def test_devices_go_by_the_name_that_the_driver_reports(device_name, fp16, fp32)
     assert peak_flops_per_s(device_name, torch.float32) == fp32
 
 
-@pytest.mark.parametrize(
-    "device_name",
-    ["", "cpu", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA A10"],
-)
+@pytest.mark.parametrize("device_name", ["", "cpu", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA A10"])
 def test_a_part_of_a_device_and_an_unlisted_one_have_no_peak(device_name):
     assert peak_flops_per_s(device_name, torch.float16) is None
 

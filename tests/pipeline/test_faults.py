@@ -54,11 +54,7 @@ def error_of_a_fit(what, folder, timeout_s, schedule):
     module = toy.Toy()
     module.net.insert(3, Sick(what))
     strategy = HybridPipelineStrategy(
-        num_stages=3,
-        num_microbatches=4,
-        schedule=schedule,
-        cuts=CUTS[schedule],
-        timeout=timedelta(seconds=timeout_s),
+        num_stages=3, num_microbatches=4, schedule=schedule, cuts=CUTS[schedule], timeout=timedelta(seconds=timeout_s)
     )
     error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
@@ -103,8 +99,7 @@ def test_a_stopped_rank_is_named_long_before_the_timeout(three_ranks, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))]
 )
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
     found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)

@@ -90,21 +90,12 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: check_ranks(num_stages=4, world_size=6),
-            r"`num_stages` \(=4\) must divide the number of ranks",
-        ),
+        (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
         (lambda: cut_places([1.0], None, 2), "at most the number of blocks"),
-        (
-            lambda: microbatches(torch.zeros(6, 2), 4),
-            r"`batch_size` \(=6\) must be a multiple of `num_microbatches`",
-        ),
+        (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
-        (
-            lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4),
-            r"one first dimension .* \(= 8",
-        ),
+        (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"one first dimension .* \(= 8"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(call, words):

@@ -93,12 +93,7 @@ class WidensGradients(Mlp):
         return layers
 
 
-RIGHT = {
-    "names": Weighted,
-    "in place": InPlace,
-    "clipping by Lightning": ClipsByLightning,
-    "dtype": WidensGradients,
-}
+RIGHT = {"names": Weighted, "in place": InPlace, "clipping by Lightning": ClipsByLightning, "dtype": WidensGradients}
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -53,14 +53,8 @@ def classes_left_out(root):
 ARCHIVES = [f"n0{number}.tar" for number in range(4, 9)]
 INCOMPLETE = {
     "no folder": (shutil.rmtree, r"there is no such folder"),
-    "a level too deep": (
-        lambda root: (root / "val").rename(root.parent / "val"),
-        r"must hold train/ and val/: val/",
-    ),
-    "half unpacked": (
-        lambda root: put(root / "train", *ARCHIVES),
-        r"train/ holds n04\.tar, n05\.tar, n06\.tar",
-    ),
+    "a level too deep": (lambda root: (root / "val").rename(root.parent / "val"), r"must hold train/ and val/: val/"),
+    "half unpacked": (lambda root: put(root / "train", *ARCHIVES), r"train/ holds n04\.tar, n05\.tar, n06\.tar"),
     "validation as in its archive": (
         classes_left_out,
         r"must have each image in the folder of its class: val/ holds 01000\.JPEG, .* and 2 more.*valprep",

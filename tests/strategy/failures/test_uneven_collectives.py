@@ -8,12 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hybrid import LocalSteps
-from lightning_hybrid.callbacks import (
-    NumericsMonitor,
-    StopOnSignal,
-    TrainingMetrics,
-    numerics,
-)
+from lightning_hybrid.callbacks import NumericsMonitor, StopOnSignal, TrainingMetrics, numerics
 from tests import toy
 from tests.scenes import at, fit
 

@@ -239,10 +239,7 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
     """Four steps of two ranks on a node: two periods of two. BatchNorm's statistics are two rows of four."""
     whole, steps, _ = sent_by(four_ranks, 1)
     num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
-    for options, once in (
-        (OUTER, 2 * whole / 4),
-        ({"dtype": "int4"}, 2 * num_blocks * (128 + 2)),
-    ):
+    for options, once in ((OUTER, 2 * whole / 4), ({"dtype": "int4"}, 2 * num_blocks * (128 + 2))):
         part, local_steps, exposed_s = sent_by(four_ranks, 2, options)
         assert local_steps == steps == 4
         statistics = 2 * 8 * 4
@@ -256,11 +253,7 @@ def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_r
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
-    [
-        ("16-true", "Adam", OUTER),
-        ("bf16-true", "SGD", {}),
-        ("32-true", "Adam", {"dtype": "int4"} | OUTER),
-    ],
+    [("16-true", "Adam", OUTER), ("bf16-true", "SGD", {}), ("32-true", "Adam", {"dtype": "int4"} | OUTER)],
 )
 def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
