@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid import Comm, DurableCheckpointIO
@@ -20,11 +19,10 @@ def copied(trainer, *_):
     return True
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-true"])
-def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path, precision):
+def test_our_callbacks_and_the_trainer_can_be_copied_within_a_fit(tmp_path):
     kinds = (own.TrainingMetrics, own.NumericsMonitor, own.ReplicaCheck, own.StopOnSignal)
     copies = at(on_fit_start=copied, on_train_batch_end=copied)
-    scene = {"train": toy.loader(32), "precision": precision, "max_epochs": 1}
+    scene = {"train": toy.loader(32), "precision": "16-true", "max_epochs": 1}
     found = fit(
         comm=Comm(tune="on"),
         checkpoint_io=DurableCheckpointIO(in_background=True),

@@ -137,7 +137,7 @@ def untrained(accumulate):
 class FineTuned(toy.Toy):
     """Dropout, and a first normalisation by statistics of other data, as fine-tuning keeps them."""
 
-    def __init__(self, freezes="epoch start"):
+    def __init__(self, freezes=True):
         super().__init__()
         self.freezes = freezes
         with torch.random.fork_rng():
@@ -149,42 +149,30 @@ class FineTuned(toy.Toy):
     def forward(self, images):
         return self.net(images)
 
-    def train(self, mode=True):
-        super().train(mode)
-        if self.freezes == "train":
-            self.net[1].eval()
-        return self
-
     def on_train_epoch_start(self):
-        if self.freezes == "epoch start":
+        if self.freezes:
             self.net[1].eval()
 
 
-def frozen(freezes, is_test):
-    module, callbacks = FineTuned(freezes), [RecalibrateBatchNorm(32)]
+def frozen():
+    module, callbacks = FineTuned(), [RecalibrateBatchNorm(32)]
     trainer = toy.trainer(callbacks=callbacks, limit_train_batches=2, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if is_test:
-            module.train_dataloader = toy.loader
-            trainer.test(module, toy.loader(), verbose=False)
-        else:
-            trainer.fit(module, toy.loader(), toy.loader())
+        trainer.fit(module, toy.loader(), toy.loader())
     norms = [module.net[1], module.net[3]]
     means = [layer.running_mean.tolist() for layer in norms]
     text = [str(each.message) for each in caught if "recalibrate_bn" in str(each.message)]
     return means, [layer.training for layer in norms], text
 
 
-@pytest.mark.parametrize(("freezes", "is_test"), [("epoch start", False), ("train", True)])
-def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks, freezes, is_test):
-    """A test alone has never trained: there the module's own `train` says what does not."""
-    found = two_ranks.run(frozen, freezes, is_test)
+def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks):
+    found = two_ranks.run(frozen)
     for means, modes, _ in found:
         assert means[0] == [3.0] * 8
         assert means[1] != [0.0] * 8
         assert means == found[0][0]
-        assert modes == ([True, True] if is_test else [False, True])
+        assert modes == [False, True]
     assert [len(text) for *_, text in found] == [1, 0]
     assert found[0][2][0].startswith("`callbacks=recalibrate_bn`: `net.1` keep their statistics")
 
@@ -193,7 +181,7 @@ def with_and_without(num_workers, precision):
     more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"} if num_workers else {}
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
-        module, own = FineTuned("never"), torch.Generator().manual_seed(7)
+        module, own = FineTuned(False), torch.Generator().manual_seed(7)
         loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
         torch.manual_seed(1)
         settings = {"use_distributed_sampler": False, "val_check_interval": 3, "num_sanity_val_steps": 0}

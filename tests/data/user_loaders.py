@@ -21,12 +21,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -144,10 +141,6 @@ class Doubling(DataLoader):
         return 2 * super().__len__()
 
 
-class KeyedBatches(BatchSampler):
-    """Of a class of its own."""
-
-
 def generator(seed: int = 9) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -175,13 +168,7 @@ KINDS: dict[str, Kind] = {
     "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
     "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
     "drop_last": Kind(make=lambda **w: of(Images(31), shuffle=True, drop_last=True, **w)),
-    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
     "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
-    "batch sampler of a class of its own": Kind(
-        make=lambda **w: DataLoader(
-            Images(), batch_sampler=KeyedBatches(RandomSampler(range(32)), 2, False), **_forked(w)
-        )
-    ),
     "batch sampler, own NumPy stream": Kind(
         make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)), settings=NO_SAMPLER
     ),
@@ -192,20 +179,10 @@ KINDS: dict[str, Kind] = {
     "lazy, global torch": Kind(
         make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
     ),
-    "own DistributedSampler": Kind(
-        make=lambda **w: of(sampler=DistributedSampler(range(32), dist.get_world_size(), dist.get_rank(), seed=8), **w)
-    ),
     "batch_size=None": Kind(make=lambda **w: of(Images(16), None, shuffle=True, **w)),
-    "keys in place of numbers": Kind(
-        make=lambda **w: of(Named(), sampler=[f"{i}" for i in range(32)], batch_size=4, **w), settings=NO_SAMPLER
-    ),
-    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
-    "val_check_interval": Kind(make=lambda **w: of(shuffle=True, **w), settings={"val_check_interval": 3}),
+    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
     "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
-    "max_epochs": Kind(make=lambda **w: of(shuffle=True, **w), settings={"max_steps": -1}),
-    "reload every epoch": Kind(
-        make=lambda **w: of(shuffle=True, **w), settings={"reload_dataloaders_every_n_epochs": 1}
-    ),
+    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
     "two loaders, max_size_cycle": Kind(
         make=lambda **w: CombinedLoader(
             {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size_cycle"
@@ -233,11 +210,6 @@ KINDS: dict[str, Kind] = {
     ),
     "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
 }
-
-
-class Named(Images):
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(int(key))
 
 
 def _forked(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 import inspect
 import json
-import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -110,20 +108,6 @@ def test_loading_weights_during_a_fit_reaches_the_masters(two_ranks):
     expected = {name: value.detach() for name, value in Toy(seed=5).named_parameters()}
     for seen in fit(two_ranks, precision="16-true", max_epochs=1, callbacks=[at(on_train_batch_start=load_others)]):
         assert same(seen.parameters, expected)
-
-
-def fit_then_test_best(folder):
-    module, callbacks = Toy(), [ModelCheckpoint(folder, save_last=True)]
-    trainer = toy.trainer(precision="16-true", callbacks=callbacks, enable_checkpointing=True)
-    trainer.fit(module, toy.loader())
-    losses = []
-    module.test_step = lambda batch, batch_idx: losses.append(module.loss(batch).item())
-    trainer.test(module, toy.loader(), ckpt_path="best", weights_only=True)
-    return sum(losses) / len(losses) < module.losses[0]
-
-
-def test_best_checkpoint_can_be_tested_afterwards(two_ranks, tmp_path):
-    assert two_ranks.run(fit_then_test_best, str(tmp_path)) == [True, True]
 
 
 # ---- names and options ---------------------------------------------------------------------------------------------
@@ -289,30 +273,6 @@ def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_beh
         last = max(index for index, *_ in found)
         assert len({index for index, _, dtype in found if dtype == "float16"}) >= 3
         assert max(index for index, _, dtype in found if dtype == "float32") >= last - 1
-
-
-class Breaks(Toy):
-    """An error in the user's code on one rank, while the other waits for its gradients."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and dist.get_rank() == self.rank:
-            raise FloatingPointError("of the user")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_an_error_in_one_ranks_code_ends_the_fit_on_all_and_a_new_fit_works(two_ranks, rank):
-    start = time.monotonic()
-    results = fit(two_ranks, partial(Breaks, rank), raises=True, max_epochs=1)
-    assert time.monotonic() - start < 20  # the groups' timeout is 45 s
-    assert results[rank].error.startswith("FloatingPointError: of the user")
-    assert f"comm: rank {rank} gave up: FloatingPointError: of the user" in results[1 - rank].error
-    one, other = fit(two_ranks, max_epochs=1)
-    assert same(one.parameters, other.parameters)
 
 
 # ---- many fits in one process, as a sweep or a notebook makes them ---------------------------------------------------

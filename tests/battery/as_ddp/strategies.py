@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.battery.as_ddp.trainers import property_of, state_of
@@ -137,12 +137,6 @@ def ddp_keywords(run: Run) -> Any:
 
     run.fit(plain_with(on_fit_start=look), loader(1), max_epochs=1)
     return seen
-
-
-@behaviour
-def names_in_the_registry(run: Run) -> Any:
-    names = [name for name in StrategyRegistry.available_strategies() if name.startswith(run.strategy)]
-    return sorted(name.removeprefix(run.strategy) for name in names)
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -40,14 +40,6 @@ class _Refills:
         return (self.fill(i) for i in range(len(self)))
 
 
-class _Turns:
-    """Two buffers in turns and no length: Lightning itself looks one batch ahead to know the last one, no further."""
-
-    def __iter__(self):
-        one, other = _Refills(), _Refills()
-        return ((other if i % 2 else one).fill(i) for i in range(len(one)))
-
-
 class _Stream(IterableDataset):
     def __init__(self):
         self.images, self.targets = my_samples()
@@ -102,7 +94,6 @@ def of_samples(data=samples, **options):
 ROWS = {
     "Refilled": fed(_Refills),
     "RefilledAccumulated": fed(_Refills, settings={"accumulate_grad_batches": 2}),
-    "RefilledInTurns": fed(_Turns),
     "Iterable": of_samples(_Stream),
     "Limited": row(  # another loader is asked for in every epoch, and left after three batches
         settings={"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}, epochs=4
@@ -137,24 +128,3 @@ class DataloaderIter(Row):
     def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         return self.note(self.loss(batch))
-
-
-class ChangedEachBatch(Row):
-    """A dataset whose level a hook raises before each batch is trained, for the next; what comes in is looked at."""
-
-    class _Levels(toy.Blobs):
-        level = 0.0
-
-        def __getitem__(self, i):
-            return self.images[i] + self.level, self.targets[i], torch.tensor(self.level)
-
-    def train_dataloader(self):
-        self.data = self._Levels()
-        return DataLoader(self.data, batch_size=8)
-
-    def loss(self, batch):
-        self.facts.setdefault("levels", []).append(batch[2][0].item())
-        return super().loss(batch[:2])
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.data.level += 0.03125

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hybrid import LocalSteps
 from lightning_hybrid.callbacks import NumericsMonitor, StopOnSignal, TrainingMetrics, numerics
 from tests import toy
-from tests.scenes import at, fit
+from tests.scenes import at, fit, same
 
 LIMIT_S = 40.0  # a deadlock lasts as long as the pool's groups wait: 45 s
 
@@ -63,12 +63,14 @@ def test_a_node_that_skips_steps_of_its_own_asks_no_other(two_ranks):
     assert two_ranks.run(local_steps_with_nan, timeout_s=LIMIT_S) == [12, 12]
 
 
-def test_a_rank_that_saves_its_end_waits_for_no_other(two_ranks, tmp_path):
+def test_a_rank_that_saves_its_end_waits_for_no_other_and_a_new_fit_works(two_ranks, tmp_path):
     callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True)]
     scene = {"max_epochs": 1, "callbacks": callbacks, "enable_checkpointing": True, "raises": True}
     other, own = fit(two_ranks, FailsOnRankOne, timeout_s=LIMIT_S, **scene)
     assert own.error.startswith("FloatingPointError: of the user")
     assert "comm: rank 1 gave up: FloatingPointError: of the user" in other.error
+    one, other = fit(two_ranks, max_epochs=1)
+    assert same(one.parameters, other.parameters)
 
 
 def logged(trainer, module):

@@ -5,15 +5,14 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_hybrid import Comm, LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
-from lightning_hybrid.strategy.local_steps.extension import OUTER_MOMENTUM
 from tests import scenes, toy
-from tests.scenes import Saves, at, same
+from tests.scenes import at, same
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -136,39 +135,3 @@ def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are
     assert torch.equal(one.weights["teacher.weight"], other.weights["teacher.weight"])
     assert [seen.looks["on_train_batch_start"] for seen in (one, other)] == [[0, 1, 2, 3, 4], [0, 2, 3, 5, 5]]
     assert one.weights["centre"][0] == other.weights["centre"][0] == 5
-
-
-class Finds(LearningRateFinder):
-    """Searches, and leaves the rate as it is."""
-
-    def lr_find(self, trainer, pl_module):
-        super().lr_find(trainer, pl_module)
-        pl_module.lr = trainer.optimizers[0].param_groups[0]["lr"] = 0.05
-
-
-def test_a_search_before_training_leaves_no_trace(two_ranks, tmp_path):
-    """Its steps part the nodes; what it loads at its end is everywhere the same."""
-    options = {"every": 2} | OUTER
-    search, look = Finds(num_training_steps=8, early_stop_threshold=None, update_attr=False), weights_now
-    scene = {"max_epochs": 1, "default_root_dir": tmp_path}
-    found = [
-        fit(two_ranks, LOW_RATE, options, callbacks=[*first, at(on_train_batch_start=look)], **scene)
-        for first in ([], [search])
-    ]
-    for without, searched in zip(*found, strict=True):
-        assert same(*(seen.looks["on_train_batch_start"][-4:] for seen in (without, searched)))
-        assert same(without.weights, searched.weights)
-
-
-def save_at_start(trainer, module):
-    trainer.save_checkpoint(f"{trainer.default_root_dir}/start.ckpt")
-
-
-def test_outer_momentum_of_a_resumed_run_is_saved_before_its_first_batch(two_ranks, tmp_path):
-    options = {"every": 2} | OUTER
-    fit(two_ranks, LOW_RATE, options, max_epochs=1, callbacks=[Saves(tmp_path / "end.ckpt", epoch=0)])
-    again = {"ckpt_path": tmp_path / "end.ckpt", "default_root_dir": tmp_path}
-    fit(two_ranks, LOW_RATE, options, callbacks=[at(on_train_start=save_at_start)], **again)
-    files = [torch.load(tmp_path / name, weights_only=True)[OUTER_MOMENTUM] for name in ("end.ckpt", "start.ckpt")]
-    assert same(*map(dict, files))
-    assert any(value.any() for value in files[0].values())

@@ -330,16 +330,6 @@ def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path
     assert one[1].startswith("FloatingPointError: rank zero has ended")
 
 
-def uneven_batches():
-    return loader(1, size=NUM_IMAGES - this_rank())
-
-
-@pytest.mark.long
-def test_ranks_with_other_numbers_of_images_are_named_in_training(two_ranks):
-    for seen in fit(two_ranks, sgd, train=uneven_batches, raises=True):
-        assert "must have the same size on all ranks that share a layer, and they have [6, 5]" in seen.error
-
-
 def of_nine_classes():
     module = Module(sgd)
     module.net.fc8 = nn.Linear(14, 9)
