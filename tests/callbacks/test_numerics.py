@@ -165,9 +165,3 @@ def test_between_logged_steps_and_checks_nothing_is_read(monkeypatch):
 class Quiet(toy.Toy):
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
-
-
-@pytest.mark.parametrize("wrong", [0, 1.5, True, None])
-def test_a_patience_that_is_no_number_of_steps_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`patience` \(=.*\) must be a whole number of logged steps"):
-        NumericsMonitor(patience=wrong)

@@ -135,9 +135,3 @@ def test_a_sound_check_sends_16_bytes_and_there_is_none_between(two_ranks):
 def test_a_tensor_that_one_rank_lacks_is_named():
     error = first_difference([{"`a`": 1}, {"`a`": 1, "`b`": 3}], ["x", "y"])
     assert error.startswith("`b`, which some do not have, on rank 1 (host y) is not that of rank 0 (host x)")
-
-
-@pytest.mark.parametrize("wrong", [0, 2.0, True])
-def test_a_number_of_steps_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number of steps, 1 or more"):
-        ReplicaCheck(wrong)

@@ -2,7 +2,6 @@
 
 import html
 import json
-import pickle
 import re
 
 import pytest
@@ -12,8 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hybrid import HybridAllReduceStrategy, Report
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report.curve import Curve
-from lightning_hybrid.checkpoint.host_copy import deep_copied
 from tests import toy
 from tests.callbacks.support import counting, fit
 
@@ -163,17 +160,3 @@ def whole_and_resumed(path):
     _, whole = run()
     run(max_epochs=1)[0].save_checkpoint(path)
     return whole, run(ckpt_path=path)[1]
-
-
-def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
-    """Of twenty metrics 2,000 points were 40,000 tuples to copy, while training waited, and to pickle."""
-    num_bytes = set()
-    for num_points in (2, 2000):
-        report, again = RunReport(), RunReport()
-        report.curves = {m.TRAIN_LOSS: Curve((step, step / 3) for step in range(num_points))}
-        state = report.state_dict()
-        num_bytes.add(len(pickle.dumps(deep_copied(state, of_tensor=lambda tensor: None))))
-        del state["communication"]  # as in a checkpoint of before it was kept
-        again.load_state_dict(state)
-        assert again.curves == report.curves
-    assert len(num_bytes) == 1

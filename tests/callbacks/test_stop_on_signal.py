@@ -171,9 +171,6 @@ def test_a_step_of_several_batches_is_made_to_its_end(two_ranks, tmp_path):
     assert [(at, num) for _, at, _, num in results] == [(1, 3)] * 2
 
 
-@pytest.mark.parametrize("every_n_steps", [0, 1.5, True])
-def test_a_number_of_steps_or_a_signal_that_is_none_is_refused(every_n_steps):
-    with pytest.raises(ValueError, match=r"`every_n_steps` \(=.*\) must be a whole number, 1 or more"):
-        StopOnSignal(every_n_steps=every_n_steps)
+def test_a_signal_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"`signals` \(=SIGNONE\) must be names of signals"):
         StopOnSignal(signals=["SIGNONE"])

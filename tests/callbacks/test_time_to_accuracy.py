@@ -71,8 +71,3 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(two_ranks):
     assert error.startswith("ValueError: `monitor` (='val/accuracy') must be a metric that validation logs")
     assert "rises, " in error
     assert m.VAL_ACC in error
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"`mode` \(='highest'\) must be \"max\" or \"min\""):
-        TimeToAccuracy(target=0.5, mode="highest")

@@ -9,7 +9,6 @@ import torch
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages, joined
-from tests.rank_pool import RankPool
 from tests.scenes import fit, same
 
 
@@ -82,30 +81,16 @@ def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, fo
     assert_equal(four_ranks, two_ranks, precision="16-true", gradient_clip_val=0.3)
 
 
-PLACES = {
-    "2 stages": (2, 1, (2, 3, 4, 8)),
-    "2 stages x 2 data ranks": (2, 2, (2, 3, 4, 8)),
-    "4 stages": (4, 1, (4, 8)),
-    "4 stages x 2 data ranks": (4, 2, (4, 8)),
-}
-
-
-@pytest.fixture
-def eight_ranks():
-    pool = RankPool(num_ranks=8)
-    yield pool
-    pool.close()
+PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4)), "4 stages": (4, 1, (4, 8))}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
 @pytest.mark.parametrize("place", PLACES)
-def test_every_schedule_trains_what_accumulation_trains(rank_pool, eight_ranks, place, precision):
+def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]
-    num_ranks = num_stages * num_data_ranks
-    pool = rank_pool if num_ranks <= rank_pool.num_ranks else eight_ranks
     scene = {"data": toy.Blobs(96), "batch_size": 24, "precision": precision, "max_epochs": 1, "timeout_s": 300}
-    expected = {num: fit(pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0] for num in counts}
+    expected = {num: fit(rank_pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0] for num in counts}
     for schedule, num in itertools.product(("gpipe", "1f1b", "interleaved"), counts):
         options = {"num_stages": num_stages, "num_microbatches": num, "schedule": schedule}
-        assert_same(fit(pool.ranks(num_ranks), **in_stages(**options, **scene)), expected[num])
+        assert_same(fit(rank_pool.ranks(num_stages * num_data_ranks), **in_stages(**options, **scene)), expected[num])

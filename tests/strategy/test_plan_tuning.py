@@ -66,8 +66,6 @@ def test_tuning_changes_no_bit_where_ranks_add_in_one_order_only(two_ranks):
 @pytest.mark.parametrize(
     ("comm", "settings", "is_tuned", "words"),
     [
-        (Comm(), {}, False, ""),  # too short
-        (Comm(tune=True), {}, True, ""),
         (Comm(tune="on"), {"deterministic": True}, False, "deterministic algorithms are asked for"),
         (Comm(plan=CommPlan()), {}, False, ""),
         (Comm(plan=CommPlan(), tune="on"), {}, True, ""),

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.error_summary import RULE, shared_memory_cure, summary_of
 from tests import toy
-from tests.programs import run_program
 from tests.scenes import fit
 
 FULL = "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)"
@@ -82,33 +80,6 @@ def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monk
         rendezvous.let_ranks_report()
     observer.run()
     assert seen == [rendezvous.REPORT_S, "killed"]
-
-
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, "ROOT")
-from tests import toy
-
-class Model(toy.Toy):
-    def training_step(self, batch, batch_idx):
-        if self.global_step == 2 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-if __name__ == "__main__":
-    toy.trainer(devices=2, max_epochs=1).fit(Model(), toy.loader())
-"""
-
-
-@pytest.mark.long
-def test_a_killed_rank_is_named_by_our_error_and_not_by_lightnings_launcher(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.replace("ROOT", str(Path(__file__).parents[3])))
-    done = run_program("train.py", cwd=tmp_path)
-    *_, error, where, end = done.stderr.strip().splitlines()
-    assert done.returncode == 1
-    assert "comm: rank 1 does not answer: its process is dead" in error + where
-    assert "zombies" not in done.stderr
-    assert "The run stopped in epoch 0 after step 2" in end
 
 
 @pytest.mark.parametrize(

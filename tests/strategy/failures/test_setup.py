@@ -96,23 +96,6 @@ def unseeded():
     return toy.Toy(seed=dist.get_rank())
 
 
-class Own(toy.Toy):
-    _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
-
-    def __init__(self):
-        super().__init__(seed=dist.get_rank())
-        self.first = self.net[1].weight.detach().clone()
-
-
-def is_its_own(trainer, module):
-    return torch.equal(module.first, trainer.precision_plugin.masters.pair_of(module.net[1].weight).master)
-
-
-def test_what_ddp_ignores_keeps_its_own_masters(two_ranks):
-    scene = {"max_steps": 1, "precision": "16-true", "callbacks": [at(on_train_start=is_its_own)]}
-    assert [seen.looks["on_train_start"] for seen in fit(two_ranks, Own, **scene)] == [[True]] * 2
-
-
 class BreaksInValidation(toy.Toy):
     def validation_step(self, batch, batch_idx):
         if dist.get_rank() == 1:
