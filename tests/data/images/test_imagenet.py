@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
-from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
 from tests.data.images.pictures import packed, write_root
 from tests.scenes import Saves, at, fit
@@ -153,30 +152,6 @@ def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, on
     expected = [piece for step in steps[4:] for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))]
     assert [(pixels, labels) for place, _, pixels, labels in rest if place != "val"] == expected
     assert len(expected) == 4
-
-
-def synthetic(**changes) -> SyntheticImageNetDataModule:
-    options = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
-    options |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
-    module = SyntheticImageNetDataModule(**options | changes)
-    module.setup("fit")
-    return module
-
-
-def test_noise_keeps_the_contract_of_the_loaders_and_has_imagenets_length_without_storing_it(root):
-    module = synthetic()
-    batches = read(module.train_dataloader())
-    assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
-    images, labels = (torch.cat(each) for each in zip(*batches, strict=True))
-    assert len({(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}) == 5
-    assert same(batches, read(synthetic().train_dataloader()))
-    assert not same(batches, read(synthetic(seed=6).train_dataloader()))
-    assert module.train_dataloader().state_dict().keys() == module_of(root).train_dataloader().state_dict().keys()
-    assert sum(len(labels) for _, labels in module.val_dataloader()) == 7
-    whole = SyntheticImageNetDataModule(global_batch_size=65_536, seed=0, image_size=4)
-    whole.setup("fit")
-    assert (len(whole.train_dataloader()), len(whole.train_rows._images)) == (19, 256)
-    assert sum(map(len, whole.val_dataloader().shares)) == 50_000
 
 
 def share_of_rank(root):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +29,6 @@ def num_descriptors() -> int:
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
-
-
-def test_an_index_is_on_the_disk_before_it_has_its_name_and_till_then_the_one_before_stays(folder, monkeypatch):
-    index, done, before = ShardIndex.load(folder / INDEX_NAME), [], (folder / INDEX_NAME).read_bytes()
-    fsync, rename = os.fsync, os.replace
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: (done.append("on disk"), fsync(file)))
-        patch.setattr(os, "replace", lambda *paths: (done.append("named"), rename(*paths)))
-        index.save(folder / INDEX_NAME)
-    assert done == ["on disk", "named"]
-    again = ShardIndex.load(folder / INDEX_NAME)
-    assert all(np.array_equal(getattr(index, field.name), getattr(again, field.name)) for field in fields(index))
-
-    def full_disk(file, **arrays):
-        file.write(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(shards_module.np, "savez", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        index.save(folder / INDEX_NAME)
-    assert (folder / INDEX_NAME).read_bytes() == before
 
 
 def test_an_index_is_never_unpickled(folder):
