@@ -49,7 +49,6 @@ def test_what_trains_under_ddp_trains_the_same_here(rank_pool, references, name,
 
 
 def deliberate():
-    """Behaviour -> precisions in which it differs, as the README's table says."""
     table = [line.split(" | ") for line in README.read_text().splitlines() if line.startswith("| `")]
     found = {}
     for names, where, *_ in table:
@@ -70,7 +69,6 @@ def observations():
 
 
 def differs(rank_pool, folder, name, world, precision):
-    """Where it differs, in words; None if there is nothing to compare with."""
     one, other = (
         rank_pool.ranks(world).run(case.observe, name, strategy, precision, str(folder)) for strategy in case.STRATEGIES
     )

@@ -44,7 +44,6 @@ class ByHand(pl.Callback):
 
 
 def averaged(precision):
-    """By hand, what validation last saw and the last step's average, and what the module holds in the end."""
     by_hand = ByHand()
     module = fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], precision=precision)[1]
     return by_hand.average, by_hand.validated, [tensor.detach().clone() for tensor in tensors_of(module)]

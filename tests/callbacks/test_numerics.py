@@ -24,7 +24,6 @@ ENDLESS = partial(Spoiled, steps=range(2, 1000), rank=1, **NAN)
 
 
 def fit(module, ranks=None, folder=None, *, patience=3, precision="16-true", max_epochs=20, every=10, **scene):
-    """The error, with its notes, and the warnings; of each rank, or of this process."""
     scene = {"log_every_n_steps": every, "max_epochs": max_epochs, "precision": precision, **scene}
     scene |= {"callbacks": [NumericsMonitor(folder, patience=patience)], "raises": True, "warns": True}
     found = scenes.fit(ranks, module, **scene)

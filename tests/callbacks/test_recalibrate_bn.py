@@ -5,13 +5,11 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
-from lightning_hybrid.callbacks.recalibrate_bn import _Statistics
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.digits import DigitsDataModule
 from tests import toy
@@ -59,7 +57,6 @@ def run(callbacks, accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
 
 
 def seen_by_validation(accumulate, averages=False):
-    """What each validation saw, what the module holds in the end, and what was logged."""
     callbacks = [*[MasterWeightAveraging(decay=0.5)] * averages, RecalibrateBatchNorm(NUM_IMAGES)]
     trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=1 if averages else 2)
     end = {name: value.clone() for name, value in module.net.state_dict().items()}
@@ -108,21 +105,6 @@ def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
     """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
     (alone,) = one_rank.run(untrained, 4)
     assert all(same(alone, state) for state in two_ranks.run(untrained, 2))
-
-
-def written_by_loaders_of_other_lengths():
-    layer, rank = nn.BatchNorm1d(2), dist.get_rank()
-    statistics = _Statistics([layer])
-    for batch in range(2 + rank):
-        statistics.note(layer, (torch.full((4, 2), float(10 * batch + rank)),))
-        statistics.end_batch()
-    statistics.write()
-    return layer.running_mean.tolist()
-
-
-def test_batches_that_only_some_ranks_have_count_on_none(two_ranks):
-    """A stream of images may be shorter on one rank; gathering more of one than of another would mix them up."""
-    assert two_ranks.run(written_by_loaders_of_other_lengths) == [[(0 + 1 + 10 + 11) / 4] * 2] * 2
 
 
 def untrained(accumulate):

@@ -83,8 +83,6 @@ def test_a_sound_run_is_bit_for_bit_what_it_is_without_this_check_and_that_of_nu
 
 
 class Differs(toy.Toy):
-    """What rank zero loads is another one: its weights, or its momentum."""
-
     def __init__(self, what):
         super().__init__()
         self.what = what

@@ -18,8 +18,6 @@ from tests.scenes import at
 
 
 class Signals(pl.Callback):
-    """The process is sent a signal in the backward of a step, or in a validation."""
-
     def __init__(self, rank, *, step=None, in_validation=None, number=signal.SIGTERM):
         self.rank, self.step, self.in_validation, self.number = rank, step, in_validation, number
         self.is_sent = False
@@ -35,7 +33,6 @@ class Signals(pl.Callback):
 
 
 def stopped(folder, rank, where, name="SIGTERM", every_n_steps=1, accumulate=1):
-    """What ended each rank, after which step; the handler of the signal afterwards is the one of before."""
     before = signal.getsignal(signal.Signals[name])
     module, signals = toy.Toy(), Signals(rank, number=signal.Signals[name], **where)
     stop = StopOnSignal(folder, signals=["SIGUSR2", name], every_n_steps=every_n_steps)
@@ -110,7 +107,6 @@ def test_the_checkpoint_goes_where_it_is_told_or_to_the_others():
 
 
 def fitted_again(folder):
-    """Steps of a fit that is stopped, and of another one with the same callback that is not."""
     stop, steps = StopOnSignal(folder, every_n_steps=5), []
     for step in (4, None):
         trainer = toy.trainer(callbacks=[stop, Signals(0, step=step)], max_epochs=3)
@@ -127,7 +123,6 @@ def test_another_fit_begins_anew(two_ranks, tmp_path):
 
 
 def place(trainer, module, outputs, batch, batch_idx):
-    """Epoch and batch of a step, and the steps that loggers would write."""
     return trainer.current_epoch, batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

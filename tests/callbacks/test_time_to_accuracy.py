@@ -13,8 +13,6 @@ STEP_S, VALIDATION_S = 0.5, 4 * 1000.0  # of the test's clock: a step, and a val
 
 
 class Rises(Module):
-    """Accuracy k / 4 in the k-th epoch, on every rank or on the last one only."""
-
     everywhere = True
 
     def validation_step(self, batch, batch_idx):
@@ -24,7 +22,6 @@ class Rises(Module):
 
 
 def reached(options, path=None, resumed_at=None, everywhere=True):
-    """Logged rows, steps made, the callback's own sentence, and what it reached."""
     options, module = {"target": 0.5, "monitor": "rises"} | options, Rises()
     module.everywhere = everywhere
     if resumed_at is not None:

@@ -69,7 +69,6 @@ def on_rank(name, dtype=torch.float32):
 
 
 def joined(shares):
-    """What one rank would have; of parameters the sum, added as a tree."""
     values, a, b, *own = zip(*shares, strict=True)
     assert all(torch.equal(value, values[0]) for value in values)
     while own and len(own[0]) > 1:

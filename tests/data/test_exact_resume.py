@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import WeightedRandomSampler
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
-from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream
+from lightning_hybrid.data.random_streams import SeededStreams
 from tests import toy
 from tests.data import user_loaders
 from tests.data.user_loaders import KINDS, Images, Kind, Saves, fit, of, outcomes
@@ -67,7 +67,6 @@ def shuffled(
     batch_size: int = 2,
     accumulate: int = 1,
 ) -> Any:
-    """What a fit reads that saves after batches 3 and 6, or goes on from one; or what ends it."""
     kind = Kind(make=partial(of, shuffle=True, batch_size=batch_size), accumulate=accumulate)
     path = None if stop is None else f"{folder}/{stop}.ckpt"
     try:
@@ -176,7 +175,6 @@ def test_a_rank_that_saves_on_its_own_error_saves_what_all_can_go_on_from(two_ra
 
 
 def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> Any:
-    """Three epochs of a user's own loop, which saves after batches; or what is left of them."""
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
@@ -218,21 +216,3 @@ def test_global_streams_are_as_they_were_after_a_context():
     assert found + np.random.randn(2).tolist() == expected
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
-
-
-@pytest.mark.parametrize(
-    ("stream", "draw"),
-    [
-        (torch.Generator(), lambda one: torch.rand(1, generator=one).item()),
-        (random.Random(4), random.Random.random),
-        (np.random.RandomState(4), np.random.RandomState.rand),
-        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.PCG64, np.random.Philox)),
-        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.MT19937, np.random.SFC64)),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_stream_goes_on_from_a_saved_state(tmp_path, stream, draw):
-    torch.save(state_of_stream(stream), tmp_path / "state")
-    expected = [draw(stream) for _ in range(3)]
-    restore_stream(stream, torch.load(tmp_path / "state", weights_only=True))
-    assert [draw(stream) for _ in range(3)] == expected

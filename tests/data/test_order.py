@@ -34,7 +34,6 @@ def loader(*, ranks=1, rank=0, accumulate=1, num_images=103, global_batch_size=1
 
 @st.composite
 def worlds(draw):
-    """A global batch, an image set, and two ways to share the batch among 1 to 4 ranks and 1 to 3 batches of each."""
     shares = [(draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
     parts = np.lcm.reduce([ranks * accumulate for ranks, accumulate in shares])
     global_batch_size = int(parts) * draw(st.integers(1, 3))

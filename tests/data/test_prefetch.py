@@ -1,7 +1,6 @@
 """Same batches, same order, exact state, nothing left to move; ahead only where the loader itself is."""
 
 import copy
-import pickle
 import time
 
 import numpy as np
@@ -23,8 +22,6 @@ def same(batch):
 
 
 class CountingLoader:
-    """Batches 0, 1, 2, ...; its state is the number fetched."""
-
     def __init__(self, num_batches):
         self.num_batches = num_batches
         self.num_fetched = 0
@@ -56,8 +53,6 @@ def test_batches_come_once_each_in_order_when_they_are_due_with_the_state_of_eac
 
 
 class Refilling:
-    """A loader with a length that hands out the same tensors each time, filled again."""
-
     def __len__(self):
         return 4
 
@@ -121,12 +116,6 @@ def test_all_but_iteration_is_the_loaders_and_wrapping_twice_is_wrapping_once():
     assert loader.worker_init_fn is same
     assert not hasattr(ahead, "state_dict"), "Lightning would take it for a stateful one"
     assert prefetch(ahead, CPU) is ahead
-
-
-def test_copy_and_pickle_keep_the_loader():
-    ahead = prefetch(CountingLoader(3), CPU)
-    for copied in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
-        assert [int(b) for b in copied] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])

@@ -128,7 +128,6 @@ def newest(folder: str) -> str | None:
 
 
 def run(case: Case, strategy: str, folder: str, end: End | None, path: str | None) -> dict[str, Any]:
-    """One fit, from a checkpoint or the start; what it read, and where it ended."""
     module = Reads(case.schedule, case.asks_for_steps)
     batch = 2 * case.ranks * case.accumulate
     data = Numbered(batch * NUM_STEPS + 1, batch)
@@ -166,7 +165,6 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
 
 
 def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
-    """Run undisturbed, and with ends; return what differs."""
     whole = run(case, strategy, folder, None, None)
     path = None
     for number, end in enumerate((*case.ends, None)):

@@ -26,7 +26,6 @@ def test_multiply_adds_are_the_published_ones(kind, arguments, giga_multiply_add
 
 
 def by_layer(network, images):
-    """Multiply-adds per image of every convolution and linear layer, from the shapes that pass through."""
     counts = []
 
     def look(layer, inputs, output):
@@ -63,11 +62,3 @@ def test_counting_leaves_the_model_and_the_random_state_as_they_were(training, d
     assert all(torch.equal(a, b) for a, b in zip(before.values(), network.state_dict().values(), strict=True))
     assert all(parameter.grad is None and not parameter.is_meta for parameter in network.parameters())
     assert network.training is training
-
-
-def test_one_pixel_can_be_counted_and_a_shape_of_no_image_is_refused():
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=None))
-    assert forward_flops_per_image(network, (3, 1, 1)) == 2 * 3 * 4
-    for image_shape in ((3, 0, 8), (3, -1, 8), (3, 8.5, 8)):
-        with pytest.raises(ValueError, match="`image_shape`"):
-            forward_flops_per_image(network, image_shape)

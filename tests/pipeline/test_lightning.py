@@ -15,8 +15,6 @@ from tests.scenes import at, fit, play, same
 
 
 class Measured(toy.Toy):
-    """Counts samples and accuracy, in training and validation, with a preprocessing step outside the network."""
-
     def __init__(self):
         super().__init__()
         self.num_seen = SumMetric()

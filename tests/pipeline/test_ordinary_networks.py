@@ -14,8 +14,6 @@ WIDTH = toy.NUM_FEATURES
 
 
 class Block(nn.Module):
-    """Adds something of its input; `scale` says where the tensor by which it multiplies comes from."""
-
     def __init__(self, scale):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -29,8 +27,6 @@ class Block(nn.Module):
 
 
 class WithBuffer(Block):
-    """Holds the tensor as a buffer."""
-
     def __init__(self, scale):
         super().__init__(None)
         del self.scale

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
@@ -39,11 +38,6 @@ def test_options_that_cannot_work_are_refused_when_they_are_given(options, words
     with pytest.raises(ValueError, match="`") as caught:
         HybridPipelineStrategy(**options)
     assert words in str(caught.value)
-
-
-def test_the_names_are_registered_beside_those_of_the_all_reduce():
-    for name in ("hybrid_pipeline", "hybrid_pipeline_spawn", "hybrid_pipeline_fork"):
-        assert name in StrategyRegistry
 
 
 class Module(pl.LightningModule):
@@ -191,16 +185,12 @@ class Flipped(toy.Blobs):
 
 
 class Decodes(toy.Toy):
-    """The images are its targets as well."""
-
     def loss(self, batch):
         images, _ = batch
         return F.mse_loss(self.net(images).float(), images[:, : toy.NUM_CLASSES])
 
 
 class Masks(toy.Toy):
-    """Takes of the images what has no gradient."""
-
     def loss(self, batch):
         images, targets = batch
         losses = F.cross_entropy(self.net(images).float(), targets, reduction="none")
@@ -274,7 +264,6 @@ def seeded(trainer, module, stage):
 
 
 def orders(trainer, module):
-    """Of micro-batches: the last of each step is that of the whole batch."""
     return [order for order in module.orders if len(order) == 8 + 2]
 
 

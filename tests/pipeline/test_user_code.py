@@ -51,8 +51,6 @@ def collated(samples):
 
 
 class Weighted(Mlp):
-    """Weights samples by what is no tensor of the batch, in a mapping that is no dictionary."""
-
     def loss(self, batch):
         losses = F.cross_entropy(self.net(batch["x"]).float(), batch["y"], reduction="none")
         by_name = torch.tensor([float(ord(name)) - 96 for name in batch["name"]])
@@ -61,8 +59,6 @@ class Weighted(Mlp):
 
 
 class InPlace(Mlp):
-    """Normalises images, and counts labels from one, in the batch's own memory."""
-
     def loss(self, batch):
         batch[0].mul_(2)
         batch[1].sub_(1).remainder_(toy.NUM_CLASSES)
@@ -119,8 +115,6 @@ class KeepsFeatures(Mlp):
 
 
 class LeavesOut(nn.Sequential):
-    """`forward` does more than its blocks."""
-
     def pipeline_blocks(self):
         return list(self)
 

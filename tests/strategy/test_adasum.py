@@ -43,7 +43,6 @@ def slopes(rank, *, apart):
 
 
 def moved_by(seen):
-    """SGD at a rate of 1: the weights, negated."""
     return [-seen.weights[f"weights.{index}"] for index in range(len(NUMELS))]
 
 

@@ -92,7 +92,6 @@ def by_hand(is_automatic=False):
 
 
 def made(pair):
-    """What a user would do to get the error."""
     names = {pair.one, pair.other}
     if names <= {*ASKED, *KINDS}:
         (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]

@@ -89,7 +89,6 @@ class Says(FitExtension):
 
 
 def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
-    """What was said, the error, warnings, callbacks that are left and whether the engine is closed."""
     said, module, error, notes = [], toy.Toy(), "", []
     fails = fails[dist.get_rank()] if isinstance(fails, list) else fails
     factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]

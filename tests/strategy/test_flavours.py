@@ -59,7 +59,6 @@ if __name__ == "__main__":
 
 
 def train(folder, *arguments, package="pytorch_lightning", callbacks="", is_fresh=False):
-    """What both ranks saw, and the checkpoint; `is_fresh`: by an interpreter that has imported nothing."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("CALLBACKS", callbacks).replace("PACKAGE", package))
     where = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}}

@@ -240,8 +240,6 @@ def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, wor
 
 
 class Wide(Toy):
-    """A layer of 64 KiB between the small ones."""
-
     def __init__(self):
         super().__init__()
         self.net[5] = nn.Sequential(nn.Linear(48, 128), nn.Linear(128, 128, bias=False), nn.Linear(128, 16))
@@ -279,8 +277,6 @@ def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_beh
 
 
 class Tiny(Toy):
-    """One layer: a fit is all set-up and teardown."""
-
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES)

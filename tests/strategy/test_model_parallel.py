@@ -41,8 +41,6 @@ class Layerwise(toy.Toy):
 
 
 class Sharded(Layerwise):
-    """As a user writes it: blocks, then the rest."""
-
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         for block in self.net:
@@ -52,7 +50,6 @@ class Sharded(Layerwise):
 
 
 def pair_net():
-    """Two matrices between which no tensor is needed whole."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -63,8 +60,6 @@ def pair_net():
 
 
 class Sliced(Layerwise):
-    """Tensor parallelism, and `fully_shard` over it where there are data-parallel ranks too."""
-
     def configure_model(self):
         parallelize_module(
             self.net[0], self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -143,7 +138,6 @@ def goes_on(ranks, reader, optimizer, path):
 
 
 def saved(ranks, writer, optimizer, path, **scene):
-    """The file after the first of two epochs; the weights after the second."""
     module, strategy = KINDS[writer]
     return trained(ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene)[0][0]
 

@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def fit_with_files(run: Run, *loaders: Any, plugins: Any = None, **options: Any) -> Any:
-    """A fit of three epochs with a ModelCheckpoint of these options: trainer, module, and the callback."""
     saves = ModelCheckpoint(dirpath=run.folder / "files", **options)
     settings = {"max_epochs": 3, "callbacks": [saves], "enable_checkpointing": True, "plugins": plugins}
     return *run.fit(Falls(), *loaders, **settings), saves
@@ -55,7 +54,6 @@ for _name, _options in OPTIONS.items():
 
 
 def content_of(path: Path) -> Any:
-    """Keys and types in a file, and what is saved of weights and optimizers."""
     saved = torch.load(path, weights_only=True)
     return kinds_of({key: value for key, value in saved.items() if "Precision" not in key and key != "exact_resume"})
 
@@ -131,7 +129,6 @@ def state_of_the_user(run: Run) -> Any:
 
 @behaviour
 def objects_in_a_checkpoint(run: Run) -> Any:
-    """What is said of objects when they are saved, and when they are refused."""
     _, module, path = run.saved(Stateful(more=Sizes(2)))
     try:
         run.fit(module, start={"ckpt_path": path})

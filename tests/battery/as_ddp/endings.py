@@ -84,7 +84,6 @@ def overflow(run: Run) -> Any:
 
 @behaviour
 def state_of_the_process(run: Run) -> Any:
-    """What a fit leaves in it, and what it has drawn of random numbers."""
     environment, threads = set(os.environ), {thread.name for thread in threading.enumerate()}
     run.fit(None, loader(), loader())
     return [

@@ -74,7 +74,6 @@ for _kind, _whose, _names in (
 
 
 def left_of(module: pl.LightningModule) -> Any:
-    """What remains of a module: its values, dtype, device, flags and gradients."""
     children, weights = list(module.modules()), list(module.parameters())
     return {
         "state": module.state_dict(),
@@ -94,7 +93,6 @@ def left_of(module: pl.LightningModule) -> Any:
 
 
 def called(run: Run, what: str, **settings: Any) -> Any:
-    """All that one of the trainer's methods with these settings does, returns and leaves."""
     module = Noting()
     trainer = run.trainer(callbacks=[NotingCallback(module.notes)], **settings)
     returned = getattr(trainer, what)(module, datamodule=NotingData(module.notes))

@@ -101,7 +101,6 @@ HOOKS = {
 
 @behaviour
 def refused_arguments(run: Run) -> Any:
-    """Which of its arguments `ddp` takes alone."""
     return _refused(run, HOOKS)
 
 
@@ -128,7 +127,6 @@ def made_with(arguments: dict[str, Any], run: Run) -> Any:
 
 @behaviour
 def ddp_keywords(run: Run) -> Any:
-    """With which `DistributedDataParallel` is made."""
     seen: list[Any] = []
 
     def look(self: Any) -> None:

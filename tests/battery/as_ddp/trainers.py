@@ -34,7 +34,6 @@ def property_of(owner: Any, name: str) -> Any:
 
 @behaviour
 def model_of_the_trainer(run: Run) -> Any:
-    """Its class in hooks: wrapped in DDP, or not yet."""
     seen: list[Any] = []
 
     class Looks(Plain):
@@ -86,7 +85,6 @@ def state_during_a_fit(run: Run) -> Any:
 
 @behaviour
 def messages_of_a_fit(run: Run) -> Any:
-    """What Lightning's loggers write: levels and texts."""
     lines: list[Any] = []
 
     class Keeps(logging.Handler):

@@ -22,7 +22,6 @@ def shipped(make, **more):
 
 
 def digits(state):
-    """Dtypes, and whether some value has more digits than a bf16 or an fp16."""
     some = [t for t in state.values() if t.is_floating_point()]
     return {t.dtype for t in some}, any(not torch.equal(t.half().float(), t.float()) for t in some)
 

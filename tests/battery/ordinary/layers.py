@@ -44,7 +44,6 @@ def embedded(make, **more):
 
 
 def changed(change, *, is_square=False, **more):
-    """The first layer, once `change` has been there."""
     width = NUM_FEATURES if is_square else 16
 
     def build(self):
@@ -102,8 +101,6 @@ ROWS = {
 
 
 class FrozenInEvalMode(Row):
-    """A frozen backbone with statistics of its own, called under `no_grad`."""
-
     def build(self):
         super().build()
         self.backbone = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.BatchNorm1d(NUM_FEATURES))

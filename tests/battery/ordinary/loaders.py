@@ -20,8 +20,6 @@ def my_samples():
 
 
 class _Refills:
-    """A loader with a length that fills the same memory for each batch."""
-
     sampler = None
 
     def __init__(self):
@@ -49,8 +47,6 @@ class _Stream(IterableDataset):
 
 
 class Batch:
-    """A user's own: knows how to move, and has more than tensors."""
-
     def __init__(self, samples):
         self.x, self.y = default_collate(samples)
 

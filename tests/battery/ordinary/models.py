@@ -40,7 +40,6 @@ def glow(self, batch):
 
 
 def tied(self, batch):
-    """A language model in small: what reads tokens also writes them."""
     tokens = tokens_of(batch[0])
     context = self.embedding(tokens).cumsum(1) / torch.arange(1, 13)[:, None]
     return F.cross_entropy(self.head(context).flatten(0, 1) / 4, tokens.flatten())
@@ -110,8 +109,6 @@ class TiedWeights(Row):
 
 
 class MaskBuffer(Row):
-    """Attention with a causal mask of -1e9."""
-
     parts = {
         "mask": lambda: torch.full((3, 3), -1e9).triu(1),
         "qkv": lambda: nn.Linear(4, 24),
@@ -199,8 +196,6 @@ class Maml(Row):
 
 
 class FollowsWeights(Row):
-    """Makes what it needs in the dtype of its weights, as libraries do."""
-
     def forward(self, x):
         dtype = next(self.parameters()).dtype
         x = x.to(dtype) + torch.zeros(NUM_FEATURES, dtype=dtype, device=self.device)

@@ -94,8 +94,6 @@ class _Teacher(Row):
 
 
 def teacher(follow_one, **more):
-    """Moved pair by pair: teacher, student, momentum."""
-
     def follow(self):
         for t, s in self.pairs():
             follow_one(t, s, self.momentum)
@@ -124,8 +122,6 @@ ROWS = {
 
 
 class AveragedInside(Row):
-    """torch's own averaged model as a part of the module."""
-
     refused = HALF_SHOWS
 
     def build(self):
@@ -149,8 +145,6 @@ class Samples(Row):
 
 
 class LooksAtWeights(Row):
-    """Histograms, NumPy, and norms of weights: what monitoring reads."""
-
     refused = {"bf16-true": HALF_SHOWS["bf16-true"]}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -160,8 +154,6 @@ class LooksAtWeights(Row):
 
 
 class ProjectedWeights(Row):
-    """Rows of length one after each step, in `optimizer_step`."""
-
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         with torch.no_grad():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lightning_hybrid.data.images import folder as folder_module
-from lightning_hybrid.data.images.folder import ImageFolder, check_root, num_images_up_to
+from lightning_hybrid.data.images.folder import ImageFolder, check_root
 from tests.data.images.pictures import image_of, write_split
 
 
@@ -80,10 +80,3 @@ def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_
     (tmp_path / "val").rename(tmp_path / "train")
     with pytest.raises(ValueError, match=r"val/ is missing\. Move some images of each class, say a tenth, from train/"):
         check_root(tmp_path)
-
-
-def test_counting_stops_where_there_are_enough(train, monkeypatch):
-    read, listdir = [], os.listdir
-    monkeypatch.setattr(folder_module.os, "listdir", lambda path: read.append(path.name) or listdir(path))
-    assert (num_images_up_to(train, 3), read) == (3, ["n01", "n02"])
-    assert num_images_up_to(train, 100) == 6

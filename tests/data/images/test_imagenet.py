@@ -20,7 +20,6 @@ SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """26 training and 7 validation images in three classes."""
     return write_root(tmp_path_factory.mktemp("imagenet"))
 
 
@@ -33,7 +32,6 @@ def module_of(root, **changes) -> ImageNetDataModule:
 
 
 def read(loader):
-    """Copies, as numbers: `[(images, labels)]`."""
     return [(images.clone(), labels.clone()) for images, labels in loader]
 
 
@@ -118,7 +116,6 @@ class Remembers(pl.LightningModule):
 
 
 def seen_by_a_fit(ranks, root, **scene):
-    """What each rank's steps were given, and the dtypes and layouts of it."""
     scene["num_sanity_val_steps"] = 0
     return [seen.looks["on_train_end"][0] for seen in fit(ranks, Remembers, train=partial(module_of, root), **scene)]
 

@@ -46,14 +46,12 @@ def values_of(module):
 
 
 def trained_of(module):
-    """Which elements of `values_of` are parameters."""
     names = {name for name, _ in module.named_parameters()}
     kinds = [torch.full((value.numel(),), name in names) for name, value in sorted(module.state_dict().items())]
     return torch.cat(kinds)
 
 
 def local(ranks, every, options=None, module=None, callbacks=(), **scene):
-    """Fits with `LocalSteps`, or without where `every` is 1; nodes of one rank each."""
     between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
     scene = {"between_nodes": between_nodes, "ranks_per_node": 1, "comm": Comm(tune="off"), **scene}
     callbacks = [at(on_train_batch_end=after_batch), *callbacks]
@@ -134,7 +132,6 @@ def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
 
 
 def fit_and_reference(every):
-    """The weights after each step, and those of a loop in plain torch over this rank's batches."""
     seen = local(None, every)
     module, expected = Toy(), []
     optimizer, schedule = (found := module.configure_optimizers())["optimizer"], found["lr_scheduler"]["scheduler"]
@@ -228,7 +225,6 @@ def sent_so_far(trainer, module, *args):
 
 
 def sent_by(ranks, every, options=None):
-    """Bytes that the busiest node sends to others, and steps, while it trains."""
     between_nodes = LocalSteps(every=every, **options) if options is not None else Mean()
     scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off")}
     sent = fit(ranks, Toy, callbacks=[at(on_train_batch_end=sent_so_far)], **scene)[0].looks["on_train_batch_end"][-1]

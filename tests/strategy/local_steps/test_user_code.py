@@ -73,8 +73,6 @@ def test_hooks_at_the_end_of_training_see_the_mean(two_ranks, averages, options)
 
 
 class LeavesOut(toy.Toy):
-    """Rank 1 leaves out every second step, as one whose gradient is too long."""
-
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         loss = optimizer_closure()
         if self.global_rank == 0 or batch_idx % 2:

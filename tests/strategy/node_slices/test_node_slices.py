@@ -119,8 +119,6 @@ def test_validation_takes_any_number_of_images_and_the_average(two_ranks):
 
 
 class Draws(Module):
-    """Rank zero alone runs the module in its own hooks at the end of validation."""
-
     def __init__(self, is_cut):
         super().__init__(sgd, is_cut)
         self.said = []
@@ -147,8 +145,6 @@ def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_
 
 
 class Drops(Module):
-    """Which features of fc6 dropout leaves, in each step; and a number of the stream behind the pair."""
-
     def __init__(self):
         super().__init__(sgd, dropout=0.5)
         self.masks = []

@@ -45,7 +45,6 @@ def test_the_heads_losses_are_those_of_cross_entropy(two_ranks, dtype, bound):
 
 
 def head_over_tokens():
-    """Logits, losses and gradients of a head on `[b, t, n]`, cut, whole, and cut but gathered."""
     torch.manual_seed(0)
     whole = nn.Linear(5, 6)
     head = head_of(whole)

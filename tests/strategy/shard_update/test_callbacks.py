@@ -14,7 +14,6 @@ LONG = pytest.mark.long
 
 
 def averages(ranks, shard_update, ema, path):
-    """Weights after the fit, what validation saw, and the weights in a file."""
     callbacks = [at(on_validation_epoch_end=weights_of), partial(ema, decay=0.75), Saves(path, epoch=1)]
     scene = {"num": 2, "val": partial(batches, 1), "num_sanity_val_steps": 0, "max_epochs": 2, "callbacks": callbacks}
     seen = fit(ranks, sgd, "16-true", shard_update, **scene)

@@ -21,7 +21,6 @@ def save_nowhere(trainer, *args):
 
 
 def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
-    """Rank 1 raises in this exchange when it comes there for the `at_call`-th time; the error of a fit."""
     (before,) = stages.NODE_STAGES[exchange]
     calls = []
 

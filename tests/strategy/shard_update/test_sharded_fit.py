@@ -167,7 +167,6 @@ def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_aver
 
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
-    """Two epochs of two batches, saved after each: weights on each rank, and the file in the end."""
     file = path / f"{shard_update}4.ckpt"
     scene = {"num": 2, "max_epochs": 2, "save_to": file, "ckpt_path": resume} | options
     scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
