@@ -78,7 +78,6 @@ def test_what_a_loader_fills_again_is_read_before(num_workers):
     [
         (DataLoader(TensorDataset(torch.arange(2)), num_workers=1), True),
         (DataLoader(TensorDataset(torch.arange(2))), False),
-        (CountingLoader(1), False),
         (Refilling(), False),
         (ImageEvalLoader, True),
         (ImageTrainLoader, True),

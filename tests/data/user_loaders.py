@@ -120,17 +120,6 @@ class Counting(Sampler):
         return 32
 
 
-class Foreign(Sampler):
-    """Another order on rank 1 in each run."""
-
-    def __iter__(self) -> Iterator[int]:
-        seed = None if dist.get_rank() else 3
-        return iter(np.random.default_rng(seed).permutation(32).tolist())
-
-    def __len__(self) -> int:
-        return 32
-
-
 class Doubling(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
@@ -167,7 +156,6 @@ NO_SAMPLER: dict[str, Any] = {"use_distributed_sampler": False}
 KINDS: dict[str, Kind] = {
     "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
     "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
-    "drop_last": Kind(make=lambda **w: of(Images(31), shuffle=True, drop_last=True, **w)),
     "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
     "batch sampler, own NumPy stream": Kind(
         make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)), settings=NO_SAMPLER
@@ -179,7 +167,6 @@ KINDS: dict[str, Kind] = {
     "lazy, global torch": Kind(
         make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
     ),
-    "batch_size=None": Kind(make=lambda **w: of(Images(16), None, shuffle=True, **w)),
     "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
     "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
     "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
@@ -202,12 +189,6 @@ KINDS: dict[str, Kind] = {
         make=lambda **w: of(batch_size=4, sampler=Counting(), **w), settings=NO_SAMPLER, is_refused="counts its"
     ),
     "gives each batch twice": Kind(make=lambda **w: _doubling(**w), is_refused="one batch for each index list"),
-    "order of its own on rank 1": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Foreign(), **w),
-        settings=NO_SAMPLER,
-        is_refused="streams that it makes itself",
-        ranks=(2,),
-    ),
     "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
 }
 

@@ -228,39 +228,18 @@ def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
     assert "same" not in text.partition(".")[0]
 
 
-class OwnNoise(Mlp):
-    def loss(self, batch):
-        return super().loss(batch) * (1 + torch.rand((), generator=Noise.generator))
-
-
-class Noise:
-    generator = torch.Generator()
-
-
-class Dropped(Mlp):
-    def made(self):
-        return nn.Sequential(*super().made()[:2], nn.Dropout(), nn.BatchNorm1d(WIDTH), *super().made()[2:])
-
-    def loss(self, batch):
-        return super().loss((batch[0] + torch.randn(batch[0].shape), batch[1])) * np.random.rand()
-
-
 def lines_of_fits():
     scene = in_stages(data=toy.Blobs(32), batch_size=16, max_epochs=1, raises=True, warns=False)
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "rank_zero_info", lines.append)
-        for module in (Dropped, OwnNoise):
-            lines.append(play({"module": module, **scene}).error)
         patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)  # on one rank alone there is none
         lines.append(play({"module": Glue, **scene}).error)
     return lines
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_a_loss_that_cannot_be_compared_is_told_in_one_line(two_ranks):
-    for compared, differs, noisy, small, nothing in two_ranks.run(lines_of_fits):
-        assert compared == noisy == nothing == ""  # the run goes on
-        assert "was not compared" in differs
-        assert "for the same micro-batch" in differs
-        assert "there is no memory for the whole network" in small
+    for said, error in two_ranks.run(lines_of_fits):
+        assert not error  # the run goes on
+        assert "was not compared" in said
+        assert "there is no memory for the whole network" in said

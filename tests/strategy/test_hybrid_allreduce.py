@@ -50,22 +50,6 @@ def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_time
         assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_ddp_is_built_on_the_stream_on_which_backward_runs(monkeypatch):
-    """On a stream of its own, as Lightning's, torch warns and each gradient waits for an event more."""
-    ddp = "lightning_hybrid.strategy.comm_setup.DistributedDataParallel"
-    monkeypatch.setattr(ddp, lambda module, **options: (module, options))
-    monkeypatch.setattr(HybridAllReduceStrategy, "determine_ddp_device_ids", lambda self: [3])
-    for name in ("Stream", "stream", "set_stream"):
-        monkeypatch.delattr(torch.cuda, name)
-    module = nn.Linear(1, 1)
-    strategy = HybridAllReduceStrategy(find_unused_parameters=True, ranks_per_node=1)
-    strategy._comm.begin(0, 1, torch.device("cpu"), None)
-    wrapped, options = strategy._setup_model(module)
-    assert (wrapped, options["device_ids"]) == (module, [3])
-    assert options["find_unused_parameters"]
-    assert options["gradient_as_bucket_view"]
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -129,11 +113,9 @@ def test_registered_names_are_ddps_names():
         ({"every": 8}, r"`every` \(=8\) is not an option.*Did you mean `between_nodes=LocalSteps\(every=...\)`"),
         ({"comm": Comm(bucket_bytes=2**20), "bucket_cap_mb": 1}, r"`bucket_cap_mb` \(=1\) and `comm.bucket_bytes` \(="),
         ({"between_nodes": Adasum}, r"`between_nodes` \(=<class .*\) must be Mean\(...\) or Adasum\(...\) or"),
-        ({"comm": {"tune": "off"}}, r"`comm` \(={'tune': 'off'}\) must be Comm\(...\)"),
         ({"ranks_per_node": "two"}, r"`ranks_per_node` \(='two'\) must be a whole number, 1 or more"),
         ({"timeout": "1 min"}, r"`timeout` \(='1 min'\) must be a number of seconds above zero, or a timedelta"),
         ({"timeout": timedelta(0)}, r"`timeout` \(=.*timedelta\(0\)\) must be a number of seconds"),
-        ({"timeout": float("inf")}, r"`timeout` \(=inf\) must be a number of seconds"),
         ({"start_method": "thread"}, r"`start_method` \(='thread'\) must be one of 'popen', 'spawn', 'fork', 'forkse"),
         ({"loss_scale": 1000}, r"`loss_scale` \(=1000.0\) must be a power of two"),
         ({"device_ids": [0]}, r"`device_ids` cannot be given"),

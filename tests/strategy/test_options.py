@@ -93,12 +93,10 @@ def test_a_keyword_of_the_last_release_is_its_value_and_warns_with_the_line_to_w
     [
         ({"tune": "off", "comm": Comm(algorithm="flat")}, r"^`tune` \(='off'\) and `comm` \(=Comm\("),
         ({"reduction": "adasum", "between_nodes": STEPS}, r"^`reduction` \(='adasum'\) and `between_nodes` \(=Loc"),
-        ({"trace_dir": "a", "report": Report(trace_dir="b")}, r"^`trace_dir` \(='a'\) and `report`"),
         ({"reduction": "sum"}, r"^`reduction` \(='sum'\) must be one of 'mean', 'adasum'"),
         ({"reduction": "adasum", "comm_dtype_across_nodes": "int8"}, r"^`comm_dtype_across_nodes` .* with Adasum"),
         ({"sync_across_nodes_every": 4, "error_feedback": True}, r"^`error_feedback` .* no effect with LocalSteps"),
         ({"sync_across_nodes_from_step": 3}, r"^`sync_across_nodes_from_step` \(=3\) has no effect with Mean"),
-        ({"sync_across_nodes_every": 1, "outer_step": {"lr": 0.7}}, r"^`outer_step` .* has no effect"),
         ({"sync_across_nodes_every": 4, "outer_step": {"rate": 1}}, r"^`outer_step` \(=.*\) must be a mapping"),
     ],
 )

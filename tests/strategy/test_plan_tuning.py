@@ -85,8 +85,6 @@ def test_a_fit_is_tuned_only_as_asked(two_ranks, comm, settings, is_tuned, words
         ({"tune": "off"}, False),
         ({"num_steps": LONG - 1}, False),
         ({"num_steps": LONG - 1, "tune": "on"}, True),
-        ({"num_steps": float("inf")}, True),
-        ({"topology": ONE_NODE}, False),
         ({"topology": ONE_NODE, "tune": "on"}, True),
         ({"topology": ONE_NODE, "tune": "on", "on_cuda": True}, False),
         ({"topology": Topology(rank=0, nodes=((0,),)), "tune": "on"}, False),

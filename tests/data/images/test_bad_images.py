@@ -208,16 +208,6 @@ def test_the_one_sound_image_is_found_from_everywhere_and_each_broken_one_is_rea
     assert rows.corrupt == {index: f"image {index}" for index in (0, 1, 2, 4)}
 
 
-def test_an_image_that_two_threads_find_broken_counts_once(caplog):
-    rows = rows_of(OneSound(3), max_corrupt_images=1)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            rows._count(0, OSError("gone"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "image 0 cannot be read (gone): the next image that can stands in for it (1 of at most 1 on this rank)"
-    ]
-
-
 def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     used = []
     monkeypatch.setattr(source_module, "decode_rgb", lambda data, decoder: used.append(decoder) or pixels_of(3))

@@ -126,14 +126,12 @@ def test_normalisation_is_the_formula_and_keeps_channels_last():
     ("make", "match"),
     [
         (lambda: TrainCrop(image_size=4, seed=0, area=(0.5, 0.08)), r"`area` \(=\[0\.5, 0\.08\]\)"),
-        (lambda: TrainCrop(image_size=4, seed=0, area=(0.08, 1.5)), r"`area` \(="),
-        (lambda: TrainCrop(image_size=4, seed=0, area=(0.0, 1.0)), r"`area` \(="),
         (lambda: TrainCrop(image_size=4, seed=0, aspect=(0.0, 1.0)), r"`aspect` \(="),
         (lambda: EvalCrop(image_size=224, eval_resize=200), r"`eval_resize` \(=200\).*data\.eval_resize=256"),
         (lambda: NormalizeOnDevice(mean=(124, 117, 104)), r"`mean` \(=\[124, 117, 104\]\) must be three fractions"),
         (lambda: NormalizeOnDevice(std=(0.2, 0.2, 0.0)), r"`std` \(="),
     ],
-    ids=["area order", "area bound", "no area", "aspect", "eval_resize", "mean", "std"],
+    ids=["area order", "aspect", "eval_resize", "mean", "std"],
 )
 def test_what_makes_no_sense_is_refused_and_a_range_of_one_value_is_not(make, match):
     with pytest.raises(ValueError, match=match):

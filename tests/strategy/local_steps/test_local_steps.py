@@ -220,29 +220,6 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
         assert len(found) == 2
 
 
-def sent_so_far(trainer, module, *args):
-    return trainer.strategy.comm_trace.total()
-
-
-def sent_by(ranks, every, options=None):
-    between_nodes = LocalSteps(every=every, **options) if options is not None else Mean()
-    scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off")}
-    sent = fit(ranks, Toy, callbacks=[at(on_train_batch_end=sent_so_far)], **scene)[0].looks["on_train_batch_end"][-1]
-    return sent.bytes_across, sent.num_steps, sent.exposed_s
-
-
-def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_ranks):
-    """Four steps of two ranks on a node: two periods of two. BatchNorm's statistics are two rows of four."""
-    whole, steps, _ = sent_by(four_ranks, 1)
-    num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
-    for options, once in ((OUTER, 2 * whole / 4), ({"dtype": "int4"}, 2 * num_blocks * (128 + 2))):
-        part, local_steps, exposed_s = sent_by(four_ranks, 2, options)
-        assert local_steps == steps == 4
-        statistics = 2 * 8 * 4
-        assert part == pytest.approx(2 * once + statistics)
-        assert exposed_s > 0
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

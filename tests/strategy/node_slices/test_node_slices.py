@@ -7,20 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.prune import identity
 
 from lightning_hybrid import LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.run_status import run_status
-from lightning_hybrid.strategy.node_slices import refusals, slice_exchange, sliced_fit
-from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
+from lightning_hybrid.strategy.node_slices import refusals, sliced_fit
 from tests import toy
 from tests.scenes import Saves, at, same, this_rank
 from tests.strategy.node_slices import sliced
 from tests.strategy.node_slices.sliced import (
-    NUM_CLASSES,
     NUM_IMAGES,
     Module,
     adamw,
@@ -175,40 +172,6 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
-
-
-def collectives():
-    """Bytes that a rank sends in the node in four steps for its layers; what is asked of all; layers after the fit."""
-    sent, sums, size, module = [], [], dist.get_world_size(), Module(lars)
-    gather, exchange, add = slice_exchange.all_gather, dist.all_to_all_single, SlicedFit.add_up_
-
-    def gathers(whole, own, group):
-        if own.is_floating_point():
-            sent.append((size - 1) * own.numel() * own.element_size())
-        gather(whole, own, group=group)
-
-    def exchanges(arrived, parts, group):
-        sent.append((size - 1) * parts.numel() * parts.element_size() // size)
-        exchange(arrived, parts, group=group)
-
-    def adds(self, table):
-        sums.append("sum")
-        add(self, table)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slice_exchange, "all_gather", gathers)
-        patch.setattr(dist, "all_to_all_single", exchanges)
-        patch.setattr(SlicedFit, "add_up_", adds)
-        patch.setattr(SlicedFit, "largest", lambda self, value: sums.append("verdict") or value)
-        looks = at(on_train_end=lambda *_: sum(sent))  # before layers are gathered
-        seen = fit(None, lars, "16-true", module=module, num=4, callbacks=[looks])
-    return seen.looks["on_train_end"], sums, [type(one) for one in (module.net.fc6, module.net.fc7, module.net.fc8)]
-
-
-def test_a_step_sends_images_and_logits_and_one_sum_of_squares(four_ranks):
-    of_the_pair, of_the_head = 10 + 14, 14 + NUM_CLASSES / 4
-    expected = 4 * 2 * (4 - 1) * NUM_IMAGES * (of_the_pair + of_the_head) * 2  # four steps, fp16
-    assert four_ranks.run(collectives) == [([expected], ["sum"] * 4, [nn.Linear] * 3)] * 4
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
