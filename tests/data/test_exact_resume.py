@@ -56,9 +56,6 @@ def test_both_ranks_of_a_pipeline_read_what_is_left(two_ranks, tmp_path):
     assert one == other
 
 
-# ---- another number of ranks, workers, batches of a step -------------------------------------------------------------
-
-
 def shuffled(
     folder: str,
     stop: int | None = None,
@@ -102,9 +99,6 @@ def test_another_number_of_workers_draws_the_same_numbers(one_rank, tmp_path):
     assert one_rank.run(shuffled, str(tmp_path), 3, 2) == [whole[3:]]
 
 
-# ---- beside `ddp` ----------------------------------------------------------------------------------------------------
-
-
 def plain(folder: str, strategy: Any, make: Any = None) -> Any:
     module = fit(Kind(make=make or KINDS["shuffle"].make), strategy, 0, [Saves(folder, [3])])
     epochs, images, drawn = zip(*module.read.values(), strict=True)
@@ -145,9 +139,6 @@ def test_checkpoints_open_both_ways(one_rank, tmp_path):
     assert len(under_ddp) == len(whole) - 3
 
 
-# ---- the end of a run ------------------------------------------------------------------------------------------------
-
-
 def fails(trainer: pl.Trainer, *args: Any) -> None:
     if trainer.fit_loop.total_batch_idx == 11:
         raise OSError("gone")
@@ -169,9 +160,6 @@ def test_a_rank_that_saves_on_its_own_error_saves_what_all_can_go_on_from(two_ra
     two_ranks.run(ended, str(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
     assert two_ranks.run(ended, str(tmp_path), str(path)) == [one[11:] for one in whole]
-
-
-# ---- Fabric ----------------------------------------------------------------------------------------------------------
 
 
 def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> Any:
@@ -196,9 +184,6 @@ def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
     whole = two_ranks.run(loop, str(tmp_path), None)
     for stop in (3, 8, 11):
         assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [one[stop:] for one in whole]
-
-
-# ---- random numbers --------------------------------------------------------------------------------------------------
 
 
 def test_global_streams_are_as_they_were_after_a_context():

@@ -93,18 +93,6 @@ def test_after_the_last_batch_comes_the_next_epoch():
     assert [batch.tolist() for _, batch in later] == second
 
 
-def test_another_epoch_begins_at_its_start_and_the_same_one_goes_on():
-    own, fresh = loader(), loader()
-    iterator = iter(own)
-    for _ in range(3):
-        next(iterator)
-    own.set_epoch(0)
-    assert (own.epoch, own.batches_done) == (0, 3)
-    own.set_epoch(2)
-    fresh.set_epoch(2)
-    assert [batch.tolist() for _, batch in own] == [batch.tolist() for _, batch in fresh]
-
-
 def eval_share(**given):
     return eval_shares(num_images=3, rank=2, batch_size_per_rank=2, **given)
 

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.data.images.loader import ImageEvalLoader, ImageTrainLoader
@@ -98,13 +97,6 @@ def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the
     assert (int(next(iterator)), loader.num_fetched, ahead.state_dict()) == (0, 2, {"num_fetched": 1})
     resumed.load_state_dict(ahead.state_dict())
     assert [int(b) for b in iterator] == [int(b) for b in resumed] == [1, 2, 3]
-
-
-def test_a_batch_is_not_moved_again_and_keeps_its_dtypes():
-    given = [torch.randn(3), torch.tensor([70_000.0]), torch.tensor([1])]
-    (batch,) = prefetch([given], CPU, torch.float16)
-    assert [one.dtype for one in batch] == [torch.float32, torch.float32, torch.int64]
-    assert all(move_data_to_device(one, CPU).data_ptr() == one.data_ptr() for one in batch)
 
 
 def test_all_but_iteration_is_the_loaders_and_wrapping_twice_is_wrapping_once():

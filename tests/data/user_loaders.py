@@ -189,7 +189,9 @@ KINDS: dict[str, Kind] = {
         make=lambda **w: of(batch_size=4, sampler=Counting(), **w), settings=NO_SAMPLER, is_refused="counts its"
     ),
     "gives each batch twice": Kind(make=lambda **w: _doubling(**w), is_refused="one batch for each index list"),
-    "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
+    "in_order=False": Kind(
+        make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,), ranks=(1,)
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import correct_momentum_, corrected_momentum
+from lightning_hybrid.models import correct_momentum_
 from recipes.networks.resnet import ResNet
 
 
@@ -42,12 +42,3 @@ def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_ru
     layers = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3), nn.LayerNorm(3))
     assert correct_momentum_(layers, accumulate_grad_batches=4) == 0
     assert (layers[0].momentum, layers[1].momentum) == (None, 0.1)
-
-
-@pytest.mark.parametrize("module", [nn.BatchNorm2d(3), nn.Linear(3, 3)], ids=["with a norm", "without"])
-def test_no_step_has_fewer_than_one_micro_batch_and_momentum_weighs_something(module):
-    with pytest.raises(ValueError, match=r"`accumulate_grad_batches` \(=0\).*trainer\.accumulate_grad_batches"):
-        correct_momentum_(module, accumulate_grad_batches=0)
-    for momentum in (-0.1, 1.5):
-        with pytest.raises(ValueError, match=rf"`momentum` \(={momentum}\).*model\.bn_momentum"):
-            corrected_momentum(momentum, accumulate_grad_batches=2)

@@ -87,13 +87,6 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
         assert own[2] == pytest.approx(expected[2], abs=1e-3)
 
 
-@pytest.mark.long
-def test_metrics_count_once_over_data_ranks_as_well(four_ranks):
-    found = [metrics for metrics, *_ in four_ranks.run(fit_and_predict, through_stages())]
-    assert found[0]["num_seen"] == found[0]["sum"] == 64
-    assert all(metrics == found[0] for metrics in found)
-
-
 class Photos(torch.utils.data.Dataset):
     def __len__(self):
         return 8

@@ -20,8 +20,6 @@ from tests.held import growth
 from tests.scenes import Saves, at, fit, same
 from tests.toy import Toy
 
-# ---- the same as plain DDP where nothing else was asked for ----------------------------------------------------------
-
 HUNDRED_STEPS = {"module": partial(Toy, lr=0.05), "precision": "32-true", "max_epochs": 25}
 
 
@@ -48,9 +46,6 @@ def test_hook_runs_on_the_cpu_bucket_bytes_reach_ddp_and_each_rank_leaves_a_time
         events = json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"]
         assert {"backward, from its first bucket on", "bucket 0"} <= {event["name"] for event in events}
         assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(5)
@@ -92,9 +87,6 @@ def test_loading_weights_during_a_fit_reaches_the_masters(two_ranks):
     expected = {name: value.detach() for name, value in Toy(seed=5).named_parameters()}
     for seen in fit(two_ranks, precision="16-true", max_epochs=1, callbacks=[at(on_train_batch_start=load_others)]):
         assert same(seen.parameters, expected)
-
-
-# ---- names and options ---------------------------------------------------------------------------------------------
 
 
 def test_registered_names_are_ddps_names():
@@ -159,9 +151,6 @@ def test_a_plugin_of_ones_own_is_used_and_two_precisions_are_refused(one_rank):
     assert "`precision` (='bf16-true') must agree with the strategy's own precision plugin" in seen.error
 
 
-# ---- parameters that would not be averaged, batches ------------------------------------------------------------------
-
-
 class Bare(Toy):
     def __init__(self, frozen=False):
         super().__init__()
@@ -218,9 +207,6 @@ def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, wor
         assert all(word in seen.error for word in words), seen.error
 
 
-# ------------------------------------------------------------------------------------------------ buckets and failures
-
-
 class Wide(Toy):
     def __init__(self):
         super().__init__()
@@ -253,9 +239,6 @@ def test_ddps_buckets_are_the_plans_the_last_is_small_and_norms_in_fp32_wait_beh
         last = max(index for index, *_ in found)
         assert len({index for index, _, dtype in found if dtype == "float16"}) >= 3
         assert max(index for index, _, dtype in found if dtype == "float32") >= last - 1
-
-
-# ---- many fits in one process, as a sweep or a notebook makes them ---------------------------------------------------
 
 
 class Tiny(Toy):

@@ -77,9 +77,6 @@ def test_each_library_has_its_table_and_each_row_a_proof():
     assert not [start for start in PROVED_BY if not any(had.startswith(start) for had in everything)]
 
 
-# ---- every expression trains -----------------------------------------------------------------------------------------
-
-
 class Pictures(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -147,9 +144,6 @@ def test_what_the_tables_say_trains_on_two_ranks(two_ranks, tmp_path, code):
         assert files == ["timeline"]
 
 
-# ---- what differs ----------------------------------------------------------------------------------------------------
-
-
 class Slope(pl.LightningModule):
     """Its gradient is what the rank drew, from 1 to 2: after a division by 2 no number is subnormal in fp16."""
 
@@ -208,8 +202,6 @@ def test_the_scale_grows_a_step_earlier_than_deepspeeds_and_falls_with_it():
     assert changes(ours, int.__lt__) == changes(deepspeed, int.__lt__) == [7]
     assert changes(ours, int.__gt__) == [step - 1 for step in changes(deepspeed, int.__gt__)] == [3, 11, 15, 22]
 
-
-# ---- checkpoints of other libraries ----------------------------------------------------------------------------------
 
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "deepspeed_0_19_8"
 """What DeepSpeed 0.19.8 made of two ranks' ZeRO-1 checkpoint of a `toy.Toy` in bf16: `pytorch_model.bin` its own

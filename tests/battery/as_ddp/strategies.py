@@ -76,21 +76,6 @@ def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
     return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
 
 
-@behaviour
-def signatures(run: Run) -> Any:
-    """Every public method of `ddp` is there and takes what it takes there."""
-    strategy = run.trainer().strategy
-    missing = []
-    for name, method in inspect.getmembers(DDPStrategy, inspect.isfunction):
-        own = getattr(type(strategy), name, None)
-        if name.startswith("_"):
-            continue
-        theirs, ours = (inspect.signature(each).parameters for each in (method, own))
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in ours.values())
-        missing += [name for parameter in theirs if parameter not in ours and not takes_all]
-    return missing
-
-
 HOOKS = {
     "ddp_comm_hook": default_hooks.allreduce_hook,
     "ddp_comm_state": {},

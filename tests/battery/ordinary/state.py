@@ -9,7 +9,6 @@ from torchmetrics import MeanMetric, SumMetric
 
 from tests.battery.case import HALF, HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
-from tests.toy import NUM_FEATURES
 
 
 def zero():
@@ -130,27 +129,6 @@ class AveragedInside(Row):
 
     def on_before_zero_grad(self, optimizer):
         self.average.update_parameters(self.net)
-
-
-class Samples(Row):
-    """Calls itself in hooks, as one does to draw samples or to look at a fixed batch."""
-
-    def sample(self, *_):
-        with torch.no_grad():
-            said = self(torch.ones(2, NUM_FEATURES))
-        self.facts.setdefault("dtypes", []).append(said.dtype)
-        self.facts.setdefault("finite", []).append(bool(said.isfinite().all()))
-
-    on_train_batch_end = on_train_epoch_start = on_train_epoch_end = sample
-
-
-class LooksAtWeights(Row):
-    refused = {"bf16-true": HALF_SHOWS["bf16-true"]}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.facts["sizes"] = [torch.histc(p.detach().float(), 4).numel() for p in self.parameters()]
-        self.facts["numpy"] = [p.detach().numpy().shape for p in self.parameters()]
-        self.facts["finite"] = bool(torch.stack([p.detach().norm() for p in self.parameters()]).isfinite().all())
 
 
 class ProjectedWeights(Row):

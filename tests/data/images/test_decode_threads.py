@@ -163,12 +163,6 @@ def test_torch_keeps_its_number_of_threads():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
-def test_nobody_to_fill_is_refused(name):
-    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be a whole number, 1 or more"):
-        batches(**{name: 0})
-
-
 IN_A_PROGRAM = """
 import atexit, os, sys, threading
 atexit.register(lambda: print("at the end", threading.active_count() - 1))  # first in, last out
@@ -217,13 +211,6 @@ def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
     assert third.data_ptr() not in (first, other.data_ptr())  # a row of it is still held
     del part
     assert buffers.take(2).data_ptr() == first
-
-
-def test_a_loop_over_batches_uses_a_few_blocks_of_memory():
-    buffers = HostBuffers(max_images=5, image_size=4, pin_memory=False)
-    shares = [np.arange(5)] * 60
-    blocks = {images.data_ptr() for images, _ in batches(shares=shares, take_buffer=buffers.take)}
-    assert len(blocks) <= 4  # two ahead, one here, one on its way
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Image folders as people have them: other suffixes, links, hidden folders, names that are no text."""
 
 import os
-import re
 
 import pytest
 
@@ -63,13 +62,6 @@ def test_a_class_may_be_a_link_and_a_hidden_folder_is_no_class(train):
     (train / "n04").symlink_to(train / "n01")
     (train / ".cache").mkdir()
     assert ImageFolder(train).classes == ("n01", "n02", "n03", "n04")
-
-
-@pytest.mark.parametrize("name", ["n04.tar", "n04.TAR", "n04.tar.gz", "n04.tgz", "n04.zip"])
-def test_a_class_that_is_still_packed_is_refused(train, name):
-    (train / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"must be unpacked: train/ holds {re.escape(name)}\. Unpack"):
-        ImageFolder(train)
 
 
 def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_path):

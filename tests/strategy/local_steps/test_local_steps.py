@@ -66,9 +66,6 @@ def final(seen):
     return [seen.weights, seen.states]
 
 
-# ---- what is averaged ------------------------------------------------------------------------------------------------
-
-
 def tensors_of_node(node):
     """Numbers of 14 bits, in dtypes and layouts of parameters and state; means of two of them are exact in float32."""
     generator = torch.Generator().manual_seed(node)
@@ -220,9 +217,6 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
         assert len(found) == 2
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
@@ -250,9 +244,6 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(two_
         assert same(final(seen), final(saved))
 
 
-# ---- overflow --------------------------------------------------------------------------------------------------------
-
-
 def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
     """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has; rates fall for both."""
     steps = (0, 1, 2, 3)
@@ -266,9 +257,6 @@ def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(
         assert {float(state["step"]) for state in seen.states[0].values()} == {4.0}
         rates = [rate for _, rate, _ in seen.looks["on_train_batch_end"]]
         assert rates == pytest.approx([0.05 * 0.9**step for step in range(1, 5)])
-
-
-# ---- failures, warnings ----------------------------------------------------------------------------------------------
 
 
 def die(trainer, module, *args):

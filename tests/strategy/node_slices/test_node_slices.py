@@ -72,9 +72,6 @@ def test_steps_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, 
         assert cut.num_skipped == (2 if scene is OVERFLOWS else 0)
 
 
-# ---- state and validation --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("optimizer", "precision"), [(lars, "16-true"), pytest.param(sgd, "32-true", marks=LONG)])
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(two_ranks, tmp_path, optimizer, precision):
     path, settings = tmp_path / "first.ckpt", {"num": 3, "max_epochs": 2}
@@ -171,12 +168,6 @@ def test_dropout_takes_other_features_out_of_each_slice(two_ranks):
     assert numbers == others  # outside the stream goes on as it was
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------
-
-
-# ---- callbacks -------------------------------------------------------------------------------------------------------
-
-
 def spoil(trainer, module, outputs, batch, batch_idx):
     if batch_idx == 1 and this_rank() == 1:
         with torch.no_grad():
@@ -196,9 +187,6 @@ def test_the_check_of_replicas_compares_what_all_ranks_have(two_ranks):
         for seen in fit(two_ranks, sgd, "16-true", num=3, callbacks=[alone, *spoils, check], raises=True):
             assert seen.error.startswith("ReplicaDriftError") == bool(spoils)
             assert ("`net.trunk.0.weight`" in seen.error) == bool(spoils), seen.error
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.Linear):
@@ -289,26 +277,6 @@ def test_a_state_dict_on_rank_zero_alone_is_told_by_its_name(two_ranks, tmp_path
     assert one[1].startswith("FloatingPointError: rank zero has ended")
 
 
-def of_nine_classes():
-    module = Module(sgd)
-    module.net.fc8 = nn.Linear(14, 9)
-    return module
-
-
-def kinds(trainer, module):
-    return [type(one).__name__ for one in (module.net.fc6, module.net.fc8)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scene", "expected", "words"),
-    [
-        ({"ranks_per_node": 1}, ["Linear", "Linear"], "cuts nothing: every node has one rank"),
-        ({"module": of_nine_classes} | TWO, ["ColumnSlicedLinear", "Linear"], "has 9 classes, which"),
-    ],
-    ids=["one rank on each node", "classes that do not divide"],
-)
-def test_what_cannot_be_cut_stays_whole_with_a_warning(two_ranks, scene, expected, words):
-    for rank, seen in enumerate(fit(two_ranks, sgd, num=1, callbacks=[at(on_train_start=kinds)], warns=True, **scene)):
-        assert seen.looks["on_train_start"] == [expected]
-        assert any(words in text for text in seen.warnings) == (rank == 0)
+def test_where_every_node_has_one_rank_layers_stay_whole_with_a_warning(two_ranks):
+    for rank, seen in enumerate(fit(two_ranks, sgd, num=1, warns=True, ranks_per_node=1)):
+        assert any("cuts nothing: every node has one rank" in text for text in seen.warnings) == (rank == 0)
