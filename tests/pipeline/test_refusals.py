@@ -15,6 +15,7 @@ from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
 from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
+from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline.cases import in_stages, loader_of
@@ -126,6 +127,14 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
         module.log("a", 1.0)
         with pytest.raises(RuntimeError, match="cannot be called in `training_step`"):
             module.all_gather(torch.zeros(1))
+
+
+def test_parameters_of_other_stages_free_their_memory():
+    layer = nn.Linear(2, 3)
+    own = layer.weight
+    OtherStages([layer])
+    assert layer.weight.is_meta
+    assert own.numel() == 0
 
 
 class Unshuffled(toy.Blobs):

@@ -89,6 +89,40 @@ def test_loading_weights_during_a_fit_reaches_the_masters(two_ranks):
         assert same(seen.parameters, expected)
 
 
+class Positioned:
+    """Batches of this rank, with a position that can be saved; no DataLoader."""
+
+    position = 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        for position in range(self.position % 8, 8):
+            self.position, share = position + 1, slice(2 * position + this_rank(), None, 32)
+            yield toy.Blobs().images[share], toy.Blobs().targets[share]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class AsksForSteps(Toy):
+    def configure_optimizers(self):
+        _ = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_resume_in_mid_epoch_continues_after_the_saved_batch(two_ranks, tmp_path):
+    """Lightning drops the loader's state where `estimated_stepping_batches` was asked for; ours keeps it."""
+    scene = {"module": AsksForSteps, "train": Positioned, "precision": "16-true"}
+    whole = fit(two_ranks, callbacks=[Saves(tmp_path / "step3.ckpt", step=3)], **scene)
+    for rank, resumed in enumerate(fit(two_ranks, ckpt_path=tmp_path / "step3.ckpt", **scene)):
+        assert resumed.losses == whole[rank].losses[3:]
+
+
 def test_registered_names_are_ddps_names():
     names = StrategyRegistry.available_strategies()
     ddp, ours = (
