@@ -17,7 +17,7 @@ from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, MasterWeight
 from lightning_hybrid.comm import CommPlan
 from tests import toy
 from tests.held import growth
-from tests.scenes import Saves, at, fit, same
+from tests.scenes import Saves, at, fit, same, this_rank
 from tests.toy import Toy
 
 HUNDRED_STEPS = {"module": partial(Toy, lr=0.05), "precision": "32-true", "max_epochs": 25}
