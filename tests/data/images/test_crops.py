@@ -24,8 +24,8 @@ def test_a_box_is_that_of_the_published_sequence():
     draws = np.zeros(NUM_DRAWS)
     draws[:3] = 0.999, 0.5, 0.1  # top, left, flip
     draws[3:5] = 1.0, 1.0  # whole area, ratio 4/3: 115 x 87 in 100 x 100
-    draws[5:7] = 0.25, 0.5  # area 0.08 + 0.25 * 0.92 = 0.31, ratio exp(0) = 1: 55.68 -> 56
-    assert random_box(100, 100, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)) == (44, 22, 56, 56)
+    draws[5:7] = 0.25, 1.0  # area 0.08 + 0.25 * 0.92 = 0.31, ratio 4/3: 64.29 x 48.22
+    assert random_box(100, 100, draws, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)) == (52, 18, 48, 64)
 
 
 @pytest.mark.parametrize(
