@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches
+from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
 from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
@@ -127,6 +127,20 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
         module.log("a", 1.0)
         with pytest.raises(RuntimeError, match="cannot be called in `training_step`"):
             module.all_gather(torch.zeros(1))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
+def test_a_draw_is_noticed_and_leaves_those_outside_undisturbed(draw):
+    cpu = torch.device("cpu")
+    with random_state(1, cpu):
+        outside = [draw(), draw()]
+    with random_state(1, cpu):
+        before = draw()
+        with random_state((7, 0), cpu) as has_drawn:
+            assert not has_drawn()
+            draw()
+            assert has_drawn()
+        assert [before, draw()] == outside
 
 
 def test_parameters_of_other_stages_free_their_memory():
