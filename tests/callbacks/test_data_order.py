@@ -25,12 +25,6 @@ def test_of_our_loaders_the_order_and_the_epoch_are_told():
     assert found == order_of(Loader(EpochOrder(**order, rank=0)))
 
 
-def test_a_sampler_behind_a_batch_sampler_is_found():
-    sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=5)
-    batches = DataLoader(range(10), batch_size=2, sampler=sampler).batch_sampler
-    assert order_of(DataLoader(range(10), batch_sampler=batches))["seed"] == 5
-
-
 def with_a_seed_of_its_own():
     sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank())
     return DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)

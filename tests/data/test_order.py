@@ -81,18 +81,6 @@ def test_any_ranks_continue_what_any_other_ranks_began(world, epoch, seed, data)
     assert [own.state_dict()["steps_done"] for own in second] == [num_steps] * other_ranks
 
 
-def test_after_the_last_batch_comes_the_next_epoch():
-    own = loader()
-    first = [batch.tolist() for _, batch in own]
-    second = [batch.tolist() for _, batch in own]
-    assert (own.epoch, len(first), len(second)) == (1, 8, 8)
-    read = [{image for batch in batches for image in batch} for batches in (first, second)]
-    assert read[0] != read[1]  # 7 of 103 are left out, other ones each epoch
-    later = loader()
-    later.set_epoch(1)
-    assert [batch.tolist() for _, batch in later] == second
-
-
 def eval_share(**given):
     return eval_shares(num_images=3, rank=2, batch_size_per_rank=2, **given)
 

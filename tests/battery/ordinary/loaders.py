@@ -116,11 +116,3 @@ class MovedByHand(Row):
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch[0] * 0.5, batch[1]
-
-
-class DataloaderIter(Row):
-    ignored_warnings = ("You are using the `dataloader_iter` step flavor", "Found `dataloader_iter` argument")
-
-    def training_step(self, dataloader_iter):
-        batch, _, _ = next(dataloader_iter)
-        return self.note(self.loss(batch))

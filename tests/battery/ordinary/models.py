@@ -156,14 +156,6 @@ class ParameterArithmetic(Row):
         return self.net[2](F.relu(F.linear(x, weight, self.net[0].bias)))
 
 
-class HalfLoss(Row):
-    falls_to = 0.8
-
-    def loss(self, batch):
-        x, y = batch
-        return (2 - torch.tanh(self(x)) * (2 * F.one_hot(y, NUM_CLASSES) - 1)).mean()
-
-
 class OwnFunction(Row):
     """An autograd function of one's own that computes, and gives gradients, in fp32."""
 

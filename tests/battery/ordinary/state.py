@@ -131,13 +131,6 @@ class AveragedInside(Row):
         self.average.update_parameters(self.net)
 
 
-class ProjectedWeights(Row):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        with torch.no_grad():
-            self.net[0].weight.copy_(F.normalize(self.net[0].weight.float(), dim=1))
-
-
 class SmallWrites(Row):
     """A weight that the user moves by hand, by less than half precision can say at a time."""
 

@@ -67,12 +67,14 @@ def test_sixteen_bits_keep_the_upper_eight(decoder):
     assert np.array_equal(pixels, np.repeat((levels >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
 
 
+PNG = encoded(pixels_of(1), "PNG")
 BROKEN = {
     "empty": b"",
     "text": b"404 not found",
     "cut in the pixels": image_of(1)[:-300],
     "cut in the header": image_of(1)[:50],
-    "half a PNG": encoded(pixels_of(1), "PNG")[:900],
+    "half a PNG": PNG[:900],
+    "a PNG with a broken chunk": PNG[:35] + b"\0" + PNG[36:],  # for which Pillow has an error of another kind
 }
 
 
