@@ -225,9 +225,6 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# ------------------------------------------------------------------------------------------ in the rank's own process
-
-
 def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: bool) -> None:
     """Run one function after another until the parent closes the pipe."""
     if is_moving:

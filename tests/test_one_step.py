@@ -5,8 +5,6 @@ The model is one fp16 matrix under a squared loss, so that every number of the s
     loss = mean over the rank's batch of  |W x|^2 / 2          dW = mean of (W x) x^T          W: 3 x 8
 """
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -80,11 +78,7 @@ def one_step(algorithm):
     strategy._comm.bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))
-    return {
-        **module.at,
-        "initial": initial,
-        "skipped": trainer.precision_plugin.num_skipped_steps,
-    }
+    return {**module.at, "initial": initial, "skipped": trainer.precision_plugin.num_skipped_steps}
 
 
 def relative(value, exact):
