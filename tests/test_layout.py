@@ -26,7 +26,7 @@ ARROWS = {
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "contrastive": {"models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
-    "planning": {"comm.codec", "comm.stats", "comm.engine", "pipeline.cuts"} | OF_COMM,
+    "planning": {"comm.codec"} | OF_COMM,
     "comm": set(),
     "comm.tuning": {"comm.codec", "comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.images.pictures import write_root
+from tests.recipes.datasets.images.pictures import write_root
 
 pytestmark = pytest.mark.long
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.node_wire import WireName
 from lightning_hybrid.planning.simulate import Jitter
 from recipes.cli.ranges import Count, NotNegative, Positive
+from recipes.planning.estimates.failures import Failures
 from recipes.planning.scenario import Search
 
 SIMULATE_KEYS: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.memory import HALF_PRECISIONS, USABLE_SHARE, MemoryNeed, StateBytes, memory_needs
 from recipes.cli.markdown import markdown_table
 from recipes.planning.activations import has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.estimates.memory import HALF_PRECISIONS, USABLE_SHARE, MemoryNeed, StateBytes, memory_needs
 from recipes.planning.layers import WithoutValues
 from recipes.planning.parallelism import PipelineChoice
 from recipes.planning.scenario import Scenario

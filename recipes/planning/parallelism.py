@@ -11,8 +11,10 @@ from matplotlib.axes import Axes
 from lightning_hybrid.callbacks.run_report.figure import SERIES, Panel, in_units
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.memory import StateBytes
-from lightning_hybrid.planning.pipeline_cost import (
+from recipes.cli.markdown import markdown_table
+from recipes.planning.blocks import Block
+from recipes.planning.estimates.memory import StateBytes
+from recipes.planning.estimates.pipeline_cost import (
     PipelineTask,
     StageLoad,
     most_kept_bytes,
@@ -21,8 +23,6 @@ from lightning_hybrid.planning.pipeline_cost import (
     simulate_pipeline,
     waiting_share,
 )
-from recipes.cli.markdown import markdown_table
-from recipes.planning.blocks import Block
 from recipes.planning.layers import FORWARD_SHARE
 from recipes.planning.scenario import Scenario
 

@@ -11,9 +11,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.failures import SHARES, Failures
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import time_text
+from recipes.planning.estimates.failures import SHARES, Failures
 from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, scenario_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from omegaconf import DictConfig
 
 from lightning_hybrid.callbacks.run_report.figure import MUTED, SERIES, Panel, in_units, write_svg
-from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.plan_search import (
     CLEARLY_LESS,
     CLEARLY_LESS_BY_HIERARCHY,
@@ -22,9 +21,11 @@ from lightning_hybrid.planning.plan_search import (
     Candidate,
     chosen,
 )
-from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps
 from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
+from recipes.planning.estimates.failures import Failures
+from recipes.planning.estimates.step_trace import to_trace
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, schedule_panel, what_pays

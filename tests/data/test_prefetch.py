@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.data.images.loader import ImageEvalLoader, ImageTrainLoader
-from lightning_hybrid.data.in_memory.loader import TrainLoader
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
+from recipes.datasets.images.loader import ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
+from recipes.datasets.in_memory.loader import TrainLoader
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_hybrid.callbacks import StopOnSignal
-from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
 from recipes.training.callbacks.step_checkpoint import StepCheckpoint
 from tests import toy
 from tests.scenes import at

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.planning.pipeline_cost import schedule_tasks
+from recipes.planning.estimates.pipeline_cost import schedule_tasks
 from tests.pipeline.schedule_step import step_over
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.simulate import Jitter, simulate, to_trace
+from lightning_hybrid.planning.simulate import Jitter, simulate
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, ready_times_s
+from recipes.planning.estimates.step_trace import to_trace
 from tests.planning.clusters import NCCL, NODES, RANKS, cluster
 
 PLAN = CommPlan()

@@ -17,8 +17,8 @@ import torch
 from lightning_hybrid.comm.plan import Algorithm, CommPlan
 from recipes.datasets import packing
 from tests.checkout import ROOT
-from tests.data.images.pictures import write_root
 from tests.programs import run_program
+from tests.recipes.datasets.images.pictures import write_root
 
 
 def content_of(path: Path) -> Any:

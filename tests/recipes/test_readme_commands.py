@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_hybrid.data.images import imagenet
 from recipes.cli import config_check
+from recipes.datasets.images import imagenet
 from tests.checkout import ROOT, tracked_files, tracked_in
 from tests.recipes.cli import fuzzed
 

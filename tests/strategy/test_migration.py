@@ -20,10 +20,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 import lightning_hybrid
 from lightning_hybrid import Comm, DynamicLossScale, HybridAllReduceStrategy, MasterWeightPrecision
 from lightning_hybrid.callbacks import MasterWeightAveraging
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
 from lightning_hybrid.optim import LAMB, LARS, param_groups
+from recipes.datasets.images.imagenet import ImageNetDataModule
 from tests import toy
-from tests.data.images.pictures import write_root
+from tests.recipes.datasets.images.pictures import write_root
 from tests.scenes import Saves, at, fit, same
 from tests.toy import Toy
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
-from lightning_hybrid.data.images.loader import ImageTrainLoader
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets import dali
 from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
+from recipes.datasets.images.decode import CorruptImageError, check_decoder, decode_rgb
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.imagenet import ImageNetDataModule
+from recipes.datasets.images.loader import ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
 from tests import toy
-from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
+from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of, write_root
 
 needs_dali = pytest.mark.skipif(not has_dali(), reason="needs DALI: the extra `dali`")
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader
 from recipes.datasets.digits import NUM_TRAIN, DigitsDataModule, digits_split
+from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
 

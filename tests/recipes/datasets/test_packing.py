@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_hybrid.data.images.shards import ShardedImages
+from recipes.datasets.images.shards import ShardedImages
 from recipes.datasets.packing import Packing, check_packed
-from tests.data.images.pictures import image_of, write_root
+from tests.recipes.datasets.images.pictures import image_of, write_root
 
 
 @pytest.fixture

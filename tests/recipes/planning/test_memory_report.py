@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import forward_flops_per_image
 from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.memory import MemoryNeed, StateBytes
+from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import blocks_of
+from recipes.planning.estimates.memory import MemoryNeed, StateBytes
 from recipes.planning.layers import layers_of
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import pipeline_choices, what_pays

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.models import forward_flops_per_image
 from lightning_hybrid.planning.cost_gloo import Gloo
+from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning import memory_report
 from recipes.planning.gradient_timing import time_gradients

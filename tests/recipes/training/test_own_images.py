@@ -7,7 +7,7 @@ import re
 import pytest
 
 from recipes.training.build import build
-from tests.data.images.pictures import write_split
+from tests.recipes.datasets.images.pictures import write_split
 from tests.recipes.training.test_recipes import configured
 
 SMALL = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_resize=36 data.num_threads=1".split()

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.images.crops import EvalCrop, TrainCrop
-from lightning_hybrid.data.images.datamodule import ImageDataModule
-from lightning_hybrid.data.images.decode import check_decoder, default_decoder
-from lightning_hybrid.data.images.folder import (
+from recipes.datasets.images.crops import EvalCrop, TrainCrop
+from recipes.datasets.images.datamodule import ImageDataModule
+from recipes.datasets.images.decode import check_decoder, default_decoder
+from recipes.datasets.images.folder import (
     ImageFolder,
     check_root,
     check_same_classes,
     class_folders,
     num_images_up_to,
 )
-from lightning_hybrid.data.images.loader import BatchFiller
-from lightning_hybrid.data.images.shards import ShardedImages, holds_shards, packed_classes
-from lightning_hybrid.data.images.source import Crop, DecodedImages, ImageSource
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
+from recipes.datasets.images.loader import BatchFiller
+from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
+from recipes.datasets.images.shards import ShardedImages, holds_shards, packed_classes
+from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
 
 
 class ImageNetDataModule(ImageDataModule):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import forward_flops_per_image, training_flops_per_image
 from recipes.networks.alexnet import AlexNet, AlexNetBN
+from recipes.networks.flops import forward_flops_per_image, training_flops_per_image
 from recipes.networks.resnet import ResNet
 
 # `_ops` of the weights in torchvision 0.28.0: 1e9 multiply-adds at 224 x 224, to three decimals.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.models import peak_flops_per_s
+from recipes.networks.peak_flops import peak_flops_per_s
 
 
 @pytest.mark.parametrize(

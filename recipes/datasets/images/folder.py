@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hybrid.data.images.source import ImageSource
+from recipes.datasets.images.source import ImageSource
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")

@@ -10,10 +10,10 @@ from typing import Protocol
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_hybrid.data.images.decode_threads import ThreadedBatches
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.source import RowSource
 from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoader, eval_shares
+from recipes.datasets.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.source import RowSource
 
 
 class BatchFiller(Protocol):

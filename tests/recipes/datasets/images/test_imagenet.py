@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
+from recipes.datasets.images.imagenet import ImageNetDataModule, count_classes
 from tests import toy
-from tests.data.images.pictures import packed, write_root
+from tests.recipes.datasets.images.pictures import packed, write_root
 from tests.scenes import Saves, at, fit
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}

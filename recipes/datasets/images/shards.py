@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hybrid.atomic_file import atomic_path, sync
-from lightning_hybrid.data.images.decode import CorruptImageError
-from lightning_hybrid.data.images.source import ImageSource
+from recipes.datasets.images.decode import CorruptImageError
+from recipes.datasets.images.source import ImageSource
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index.npz"

@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.images import crops
-from lightning_hybrid.data.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
-from tests.data.images.pictures import pixels_of
+from recipes.datasets.images import crops
+from recipes.datasets.images.crops import NUM_DRAWS, EvalCrop, TrainCrop, draws_of, random_box, render_crop
+from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD, NormalizeOnDevice
+from tests.recipes.datasets.images.pictures import pixels_of
 
 SIZE = 24
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.data.images.decode_threads import ThreadedBatches
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.loader import DecodeThreads
+from recipes.datasets.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.loader import DecodeThreads
 from recipes.datasets.synthetic import StoredRows
 
 LIMIT_S = 90  # the programs below have 60 s of their own
@@ -167,7 +167,7 @@ IN_A_PROGRAM = """
 import atexit, os, sys, threading
 atexit.register(lambda: print("at the end", threading.active_count() - 1))  # first in, last out
 import numpy as np, torch
-from lightning_hybrid.data.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.decode_threads import ThreadedBatches
 
 def load(index, row):
     return 0

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_hybrid.data.images.crops import Frame, render_crop
-from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
+from recipes.datasets.images.crops import Frame, render_crop
+from recipes.datasets.images.decode import CorruptImageError, decode_rgb
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class ImageSource(ABC):
 
 
 class Crop(Protocol):
-    """The choice of the part of an image that the network sees; see `lightning_hybrid.data.images.crops`."""
+    """The choice of the part of an image that the network sees; see `recipes.datasets.images.crops`."""
 
     @property
     def image_size(self) -> int:

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.data.images import source as source_module
-from lightning_hybrid.data.images.crops import EvalCrop, render_crop
-from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
-from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
-from lightning_hybrid.data.images.source import DecodedImages, ImageSource
-from tests.data.images.pictures import image_of, packed, pixels_of, write_root
+from recipes.datasets.images import source as source_module
+from recipes.datasets.images.crops import EvalCrop, render_crop
+from recipes.datasets.images.decode import CorruptImageError, decode_rgb
+from recipes.datasets.images.imagenet import ImageNetDataModule
+from recipes.datasets.images.shards import INDEX_NAME, ShardedImages, ShardIndex, damaged_shards
+from recipes.datasets.images.source import DecodedImages, ImageSource
+from tests.recipes.datasets.images.pictures import image_of, packed, pixels_of, write_root
 
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
 

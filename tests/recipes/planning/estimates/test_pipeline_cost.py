@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.planning.pipeline_cost import (
+from recipes.planning.estimates.pipeline_cost import (
     SCHEDULES,
     StageLoad,
     most_kept_bytes,

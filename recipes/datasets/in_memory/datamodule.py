@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
-from lightning_hybrid.data.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
+from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
 
 class InMemoryDataModule(pl.LightningDataModule):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_hybrid.placement import BLOCK
-from lightning_hybrid.planning.memory import USABLE_SHARE, MemoryNeed, StateBytes, memory_needs, shared_share
 from recipes.networks.resnet import ResNet
+from recipes.planning.estimates.memory import USABLE_SHARE, MemoryNeed, StateBytes, memory_needs, shared_share
+from tests.checkout import ROOT
 
-RECORD = Path(__file__).resolve().parents[2] / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
+RECORD = ROOT / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
 HALF_LARS = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
 
 

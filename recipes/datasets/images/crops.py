@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_hybrid.data.images.decode import Pixels
+from recipes.datasets.images.decode import Pixels
 
 NUM_TRIES = 10  # as published, before the centre crop of last resort
 NUM_DRAWS = 3 + 2 * NUM_TRIES

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from lightning_hybrid.comm import traffic_of
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cluster_costs import OURS
-from lightning_hybrid.planning.compression import average_s, compressed_steps, proposed, wire_step, with_averages
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import CodecRates, NodeWire
 from lightning_hybrid.planning.plan_search import candidates, choose_plan
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.planning.estimates.compression import average_s, compressed_steps, proposed, wire_step, with_averages
 from tests.planning.clusters import FREE_GLOO, NCCL, cluster
 from tests.planning.test_cluster import topology_of
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lightning_hybrid.data.images import folder as folder_module
-from lightning_hybrid.data.images.folder import ImageFolder, check_root
-from tests.data.images.pictures import image_of, write_split
+from recipes.datasets.images import folder as folder_module
+from recipes.datasets.images.folder import ImageFolder, check_root
+from tests.recipes.datasets.images.pictures import image_of, write_split
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
-from lightning_hybrid.data.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
-from lightning_hybrid.data.images.source import RowSource
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.order import Batch, EpochOrder
+from recipes.datasets.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
+from recipes.datasets.images.source import RowSource
 
 
 class ImageDataModule(pl.LightningDataModule, ABC):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_hybrid.data.images import shards as shards_module
-from lightning_hybrid.data.images.shards import INDEX_NAME, ShardedImages, ShardIndex, holds_shards, shard_name
-from tests.data.images.pictures import image_of, packed, write_root
+from recipes.datasets.images import shards as shards_module
+from recipes.datasets.images.shards import INDEX_NAME, ShardedImages, ShardIndex, holds_shards, shard_name
+from tests.recipes.datasets.images.pictures import image_of, packed, write_root
 
 
 @pytest.fixture

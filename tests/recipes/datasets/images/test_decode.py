@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_hybrid.data.images import decode
-from lightning_hybrid.data.images.decode import MAX_PIXELS, CorruptImageError, check_decoder, decode_rgb, encode_jpeg
-from tests.data.images.pictures import encoded, image_of, pixels_of
+from recipes.datasets.images import decode
+from recipes.datasets.images.decode import MAX_PIXELS, CorruptImageError, check_decoder, decode_rgb, encode_jpeg
+from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of
 
 both_decoders = pytest.mark.parametrize(
     "decoder",
