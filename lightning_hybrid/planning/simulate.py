@@ -52,6 +52,8 @@ class Jitter:
         [1.0, 1.0, 1.0]
         """
         require_whole("num_steps", num_steps, "steps are counted")
+        if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
+            return np.ones(num_steps)
         generator = np.random.default_rng(self.seed)
         factors = np.empty(num_steps)
         # One row at a time: 16,384 ranks x 1,000 steps need no memory.

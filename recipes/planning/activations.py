@@ -14,13 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.precision.master_weights import MasterWeights
+from recipes.planning.meta_shapes import flops_of, shapes_of
 
 MOST_IMAGES = 2**16  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count of the bytes of all tensors that are alive and were made within the context; views count once.
+    """Count of the bytes of all tensors that are alive and were made within the context, and of its FLOPs.
+
+    Views count once. FLOPs are those of products, by torch's own formulas.
 
     Args:
         known: Tensors that do not count.
@@ -33,15 +36,22 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.flops = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self._known = list(known)  # so that no address is used again
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not: torch would import its compiler for that, which takes seconds."""
+        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; count the memory of its results until they are freed."""
-        results = func(*args, **(kwargs or {}))
+        """Run an operation; count its products, and the memory of its results until they are freed."""
+        kwargs = kwargs or {}
+        results = shapes_of(func, args, kwargs)
+        self.flops += flops_of(func, args, kwargs, results)
         for result in tree_iter(results):
             if isinstance(result, Tensor):
                 self._count(result.untyped_storage())
@@ -95,12 +105,13 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
     with meta_step(model, precision) as (shadow, dtype):
         images = torch.empty(counted, *image_shape, device="meta", dtype=dtype)
         with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), images]) as live:
-            # Whatever the network returns; frozen networks have no backward.
+            # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
             results = [value for value in tree_iter(shadow(images)) if isinstance(value, Tensor)]
-            losses = [result.float().mean() for result in results if result.requires_grad]
-            del results
+            rows = [result.float().reshape(1, -1) for result in results if result.requires_grad]
+            losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
+            del results, rows
             if losses:
-                torch.stack(losses).sum().backward()
+                sum(losses[1:], losses[0]).backward()
     # The images themselves were not counted: their batch, and the next.
     return (live.peak + 2 * images.nbytes) * batch_size // counted
 
