@@ -6,9 +6,12 @@ take of a node's inside or of its links, alone at full rate. All nodes are equal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
+
+import numpy as np
 
 from lightning_hybrid.checks import require_positive, require_whole
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
@@ -59,10 +62,11 @@ class ClusterCosts:
         nics_per_node: Network cards that the ranks of a node use at the same time (rails).
         transport: The software that carries messages: `Nccl` or `Gloo`.
         is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
-        factors: By algorithm, measured over modelled time, where it was measured (`calibration`); 1 for others.
+        curves: Measured over modelled time, by algorithm and by the bytes of a sum (`recipes/tune.py`); 1 for others.
             `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
+        measured_nodes: How many nodes were measured.
         codec: What rounding takes where sums between nodes go through a codec.
-        curve: Measured over modelled time of stages between nodes, by the bytes from which on it holds.
+        ends: Of an interval: actual over modelled time of stages between nodes, by the bytes from which on it holds.
 
     Raises:
         ValueError: A count is below one.
@@ -80,13 +84,15 @@ class ClusterCosts:
     transport: Gloo | Nccl
     nics_per_node: int = 1
     is_interleaved: bool = False
-    factors: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    measured_nodes: int | None = None
     codec: CodecRates = field(default_factory=CodecRates)
-    curve: Mapping[float, float] = field(default_factory=dict)
+    ends: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, factor in self.factors.items():
-            require_positive(f"factors.{name}", factor, "it is measured over modelled time of this algorithm")
+        for name, curve in self.curves.items():
+            for num_bytes, ratio in curve.items():
+                require_positive(f"curves.{name}.{num_bytes}", ratio, "it is measured over modelled time of such a sum")
         require_whole("num_nodes", self.num_nodes, "nodes are counted")
         require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
         require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
@@ -109,10 +115,12 @@ class ClusterCosts:
         """Return the same cluster with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
-    def stages(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> tuple[StageCost, ...]:
+    def stages(
+        self, algorithm: str, num_bytes: float, wire: NodeWire | None = None, *, of_bytes: float | None = None
+    ) -> tuple[StageCost, ...]:
         """Return the stages of a chunk of `num_bytes`; none for one rank.
 
-        `wire`: the form of sums between nodes; None: that of the chunk.
+        `wire`: the form of sums between nodes; None: that of the chunk. `of_bytes`: of the whole sum; None: it is all.
 
         Raises:
             ValueError: The algorithm is unknown, this transport does not have it, or it has no such form.
@@ -127,18 +135,19 @@ class ClusterCosts:
                 f"(={wire.name!r}): others send what the buckets hold. Leave one of them out."
             )
         wire = wire if self.num_nodes > 1 else None
-        factor = self.factors.get(algorithm, 1.0)
+        curve = self.curves.get(algorithm, {})
         if (bits := bits_of(wire)) is not None:
             plan_for_codec(CommPlan(algorithm=algorithm), self, bits=bits, on_cuda=False)  # type: ignore[arg-type]
-            factor = self.factors.get(f"{algorithm}_int{bits}", factor)
+            curve = self.curves.get(f"{algorithm}_int{bits}", curve)
         if algorithm in ("halving_doubling", "double_tree", "torus"):
             stages: tuple[StageCost, ...] = (self._textbook(algorithm, num_bytes),)
         elif isinstance(self.transport, Gloo):
             stages = _over_gloo(self, self.transport, algorithm, num_bytes, wire)
         else:
             stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
-        curved = self.curve.get(max((n for n in self.curve if n <= num_bytes), default=0.0), 1.0)
-        by = {"inside": factor, "across": factor * curved}
+        factor = curve_at(curve, of_bytes or num_bytes)
+        end = self.ends.get(max((n for n in self.ends if n <= (of_bytes or num_bytes)), default=0.0), 1.0)
+        by = {"inside": factor, "across": factor * end}
         return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
 
     def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
@@ -175,6 +184,18 @@ class ClusterCosts:
             cost = near + double_tree(num_bytes, self.num_nodes, whole)
         place: Place = "inside" if self.num_nodes == 1 else "across"
         return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
+
+
+def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
+    """Interpolate a curve in the logarithms of both; it is level beyond its ends, and 1 where it has no points.
+
+    >>> curve_at({1: 1.0, 4: 4.0}, 2), curve_at({1: 1.0, 4: 4.0}, 9), curve_at({}, 2)
+    (2.0, 4.0, 1.0)
+    """
+    if not curve:
+        return 1.0
+    sizes = sorted(curve)
+    return float(2 ** np.interp(math.log2(max(1.0, num_bytes)), np.log2(sizes), np.log2([curve[n] for n in sizes])))
 
 
 def _over_nccl(

@@ -129,7 +129,7 @@ def chunks_of_step(
             # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
-            stages = cluster.stages(name, size, wire)
+            stages = cluster.stages(name, size, wire, of_bytes=bucket.num_bytes)
             found.append(
                 SimulatedChunk(
                     bucket=bucket.index,

@@ -51,6 +51,11 @@ class MeasuredRow:
         return float(self.values["bytes"])
 
     @property
+    def time_s(self) -> float:
+        """What it took."""
+        return float(self.values["time_us"]) / 1e6
+
+    @property
     def size(self) -> str:
         """The class of its size."""
         return SIZES[(self.num_bytes >= MIB) + (self.num_bytes > 64 * MIB)]
@@ -84,7 +89,7 @@ def table(
     for (fabric, size), members in sorted(groups.items(), key=lambda item: (item[0][0], SIZES.index(item[0][1]))):
         cells = [fabric, size, str(len({row.source for row in members})), str(len(members))]
         for model in models.values():
-            errors = [abs(math.log(float(row.values["time_us"]) / 1e6 / model(row))) for row in members]
+            errors = [abs(math.log(row.time_s / model(row))) for row in members]
             cells += [f"{math.exp(statistics.median(errors)) - 1:.0%}", f"{math.exp(max(errors)):.2f}x"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -95,8 +100,8 @@ INSIDE_BYTES_PER_S = {"nvlink": {"A100": 240e9, "H100": 370.8e9}, "pci": {"A100"
 ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
-def now_s(row: MeasuredRow) -> float:
-    """Predict a row; what was forced, or is known to have run, is given."""
+def cluster_of(row: MeasuredRow) -> Cluster:
+    """Describe where a row was measured; what was forced, or is known to have run, is given."""
     values = row.values
     forced, _, protocol = values["algo"].lower().replace("?", "").partition("/")
     more: dict[str, Any] = {"protocols": (protocol,)} if protocol else {}
@@ -110,7 +115,7 @@ def now_s(row: MeasuredRow) -> float:
         algorithms=(ALGORITHMS[forced],) if forced else None,  # type: ignore[arg-type]
         **more,
     )
-    cluster = Cluster(
+    return Cluster(
         num_nodes=int(values["nodes"]),
         ranks_per_node=int(values["gpus_per_node"]),
         inside=Link(latency_s=0.0, bytes_per_s=INSIDE_BYTES_PER_S[values["inside"]][values["gpu"]]),
@@ -118,7 +123,11 @@ def now_s(row: MeasuredRow) -> float:
         nics_per_node=int(values["nics"]),
         transport=nccl,
     )
-    return cluster.alone_s("nccl", row.num_bytes)
+
+
+def now_s(row: MeasuredRow) -> float:
+    """Predict a row."""
+    return cluster_of(row).alone_s("nccl", row.num_bytes)
 
 
 def before_s(row: MeasuredRow) -> float:
@@ -128,7 +137,7 @@ def before_s(row: MeasuredRow) -> float:
 
 def log_error(row: MeasuredRow) -> float:
     """Return the logarithm of measured over predicted time."""
-    return math.log(float(row.values["time_us"]) / 1e6 / now_s(row))
+    return math.log(row.time_s / now_s(row))
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:

@@ -64,7 +64,8 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
 
 def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
     """Mutations: the shape of a convolution is left to torch; pictures are drawn unasked."""
-    say = SAY.replace("'torch' in sys.modules", "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}")
+    slow = "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}"
+    say = SAY.replace("'torch' in sys.modules", slow)
     words = [str(ROOT / "recipes" / "simulate.py"), "num_nodes=2", "search=null", "hydra.run.dir=run"]
     done = subprocess.run([sys.executable, "-c", f"{say}; {RUN}", *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

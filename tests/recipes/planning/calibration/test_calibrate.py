@@ -135,18 +135,22 @@ def test_flows_that_carry_more_than_one_make_the_link():
     assert once.cluster.across.bytes_per_s == pytest.approx(truth.across.bytes_per_s, rel=0.05)
 
 
-def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor():
-    """All large sums of one algorithm take 1.5 times what the model says; the model cannot explain that by links."""
+def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum():
+    """Sums of 1 and 2 MiB of one algorithm take 1.5 times what the model says, others twice from 4 MiB on.
+
+    Mutation: one ratio for all sizes.
+    """
     truth = gloo_cluster(2, 2, mbit_per_s=100.0)
     world = world_of(truth)
-    slow = {
-        ("two_level", size): 1.5 * predicted_all_reduce_s(truth, "two_level", size, world)
-        for size in (2 * MIB, 4 * MIB)
-    }
-    found = calibrate(planted(truth, world, sums_s=slow), world)
-    for size in (2 * MIB, 8 * MIB):
-        told_s = predicted_all_reduce_s(found.cluster, "two_level", size, world)
-        assert told_s == pytest.approx(1.5 * predicted_all_reduce_s(truth, "two_level", size, world), rel=0.1)
+
+    def planted_s(size):
+        return (1.5 if size < 4 * MIB else 2.0) * predicted_all_reduce_s(truth, "two_level", size, world)
+
+    slow = {("two_level", size): planted_s(size) for size in (MIB, 2 * MIB, 4 * MIB, 8 * MIB)}
+    found = calibrate(planted(truth, world, sums_s=slow), world).cluster
+    assert found.measured_nodes == 2
+    for size in (MIB, 2 * MIB, 4 * MIB, 8 * MIB):
+        assert predicted_all_reduce_s(found, "two_level", size, world) == pytest.approx(planted_s(size), rel=0.03)
 
 
 def test_rates_of_codecs_are_found_and_what_their_sums_take_beyond_the_model():
@@ -159,8 +163,9 @@ def test_rates_of_codecs_are_found_and_what_their_sums_take_beyond_the_model():
     assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)  # medians of nine with 2 % of noise
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
     assert slow.transport == plain.transport
-    assert slow.factors["two_level_int8"] == pytest.approx(1.4 * plain.factors["two_level_int8"], rel=0.05)
-    assert slow.factors["two_level_int4"] == plain.factors["two_level_int4"]
+    slower = 1.4 * plain.curves["two_level_int8"][4 * MIB]
+    assert slow.curves["two_level_int8"][4 * MIB] == pytest.approx(slower, rel=0.05)
+    assert slow.curves["two_level_int4"] == plain.curves["two_level_int4"]
 
 
 def test_sums_that_do_not_fit_are_told():
