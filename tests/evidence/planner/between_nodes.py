@@ -155,26 +155,49 @@ def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
     return low - more, high + more
 
 
-def intervals(found: Iterable[MeasuredRow]) -> str:
-    """Format the interval of each class, and how many rows of a source those of the other sources hold."""
-    groups = defaultdict[tuple[str, str], dict[str, list[float]]](lambda: defaultdict(list))
+Errors = dict[tuple[str, str], dict[str, list[float]]]
+
+
+def errors_of(found: Iterable[MeasuredRow]) -> Errors:
+    """Return the errors of each class by source."""
+    groups: Errors = defaultdict(lambda: defaultdict(list))
     for row in found:
         groups[class_of(row)][row.source].append(log_error(row))
+    return groups
+
+
+def coverage(known: Errors, told: Errors | None = None) -> float:
+    """Return the share of rows within the intervals of what is known, each source of equal weight.
+
+    `told`: rows to look at; None: those of each source, by the intervals of the other sources of its class.
+    """
     held = defaultdict[str, list[bool]](list)
-    lines = ["| class | bytes | sources | 80 % of measured over predicted | of a source left out |", "|---" * 5 + "|"]
-    for (fabric, size), by_source in sorted(groups.items()):
+    for kind, by_source in (told or known).items():
+        for source, errors in by_source.items():
+            others = {name: each for name, each in known.get(kind, {}).items() if told or name != source}
+            if others:
+                low, high = interval(others)
+                held[source] += [low <= error <= high for error in errors]
+    return statistics.fmean(statistics.fmean(inside) for inside in held.values())
+
+
+def intervals(known: Errors) -> str:
+    """Format the interval of each class."""
+    lines = ["| class | bytes | sources | 80 % of measured over predicted |", "|---" * 4 + "|"]
+    for (fabric, size), by_source in sorted(known.items()):
         low, high = interval(by_source)
-        shares = []
-        for source, errors in by_source.items() if len(by_source) > 1 else ():
-            least, most = interval({name: each for name, each in by_source.items() if name != source})
-            inside = [least <= error <= most for error in errors]
-            held[source] += inside
-            shares.append(statistics.fmean(inside))
-        left_out = f"{statistics.fmean(shares):.0%}" if shares else "one source"
-        cells = [fabric, size, str(len(by_source)), f"{math.exp(low):.2f} to {math.exp(high):.2f}", left_out]
-        lines.append("| " + " | ".join(cells) + " |")
-    mean = statistics.fmean(statistics.fmean(inside) for inside in held.values())
-    return "\n".join([*lines, "", f"of a source left out, each of {len(held)} of equal weight: {mean:.0%}"])
+        lines.append(f"| {fabric} | {size} | {len(by_source)} | {math.exp(low):.2f} to {math.exp(high):.2f} |")
+    return "\n".join(lines)
+
+
+def coverages() -> dict[str, float]:
+    """Return how much the intervals hold: of the half that they were widened by, of the other, and of all."""
+    read, unread = (errors_of(row for row in rows() if row.is_unread == half) for half in (False, True))
+    return {
+        "read half, of a source left out": coverage(read),
+        "unread half, by the intervals of the read": coverage(read, unread),
+        "all, of a source left out": coverage(errors_of(rows())),
+    }
 
 
 if __name__ == "__main__":
@@ -186,4 +209,5 @@ if __name__ == "__main__":
     in_nodes_of_8 = [row for row in rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
     print("unread half, InfiniBand, RoCE and EFA on nodes of 8 GPUs")
     print(table(in_nodes_of_8, {"before": before_s, "now": now_s}, class_of), end="\n\n")
-    print(intervals(rows()))
+    print(intervals(errors_of(rows())), end="\n\n")
+    print("\n".join(f"{name}: {share:.0%}" for name, share in coverages().items()))

@@ -1,8 +1,8 @@
 """What sums on a few nodes say of more, and of buckets: `python -m tests.evidence.planner.from_few_nodes`.
 
-Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the fewer
-nodes, are the curve of the cluster that predicts the others. Buckets: 256 MiB of gradients, ready evenly over a backward
-of half, once and twice one sum of all of it, in equal buckets on one stream; what a choice takes by the published times.
+Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the
+fewer nodes, are the curve of the cluster that predicts the others. Buckets: 256 MiB of gradients, ready evenly over a
+backward of half, once and twice one sum of all of it, in equal buckets on one stream, by the published times.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from lightning_hybrid.planning.cluster import HOLDS_TO
 from lightning_hybrid.planning.cluster_costs import curve_at
-from tests.evidence.planner.between_nodes import MIB, MeasuredRow, cluster_of, now_s, rows
+from tests.evidence.planner.between_nodes import (
+    MIB,
+    Errors,
+    MeasuredRow,
+    class_of,
+    cluster_of,
+    intervals,
+    log_error,
+    now_s,
+    rows,
+)
 
 TOTAL, DEFAULT = 256 * MIB, 25 * MIB
 Runs = dict[tuple[str, ...], dict[int, list[MeasuredRow]]]
@@ -40,18 +51,38 @@ def calibrated_s(row: MeasuredRow, few: list[MeasuredRow]) -> float:
     return replace(cluster_of(row), curves={"nccl": curve_of(few)}).alone_s("nccl", row.num_bytes)
 
 
-def pairs() -> dict[tuple[tuple[str, ...], int, int], list[tuple[float, float]]]:
-    """Return logarithms of measured over calibrated, and over modelled, time from 1 MiB on, by system, few and many."""
-    found = {}
-    for system, by_nodes in runs().items():
+Pairs = dict[tuple[str, int, int], dict[str, list[tuple[MeasuredRow, float]]]]
+
+
+@cache
+def pairs() -> Pairs:
+    """Return rows and logarithms of measured over calibrated time, by class, few and many nodes, and source."""
+    found: Pairs = defaultdict(lambda: defaultdict(list))
+    for by_nodes in runs().values():
         for few, many in ((a, b) for a in by_nodes for b in by_nodes if 1 < a < b):
-            large = [row for row in by_nodes[many] if row.num_bytes >= MIB]
-            if large and sum(row.num_bytes >= MIB for row in by_nodes[few]) > 2:
-                found[system, few, many] = [
-                    (math.log(row.time_s / calibrated_s(row, by_nodes[few])), math.log(row.time_s / now_s(row)))
-                    for row in large
-                ]
+            for row in by_nodes[many]:
+                error = math.log(row.time_s / calibrated_s(row, by_nodes[few]))
+                found[class_of(row)[0], few, many][row.source].append((row, error))
     return found
+
+
+def errors_of_measured() -> Errors:
+    """Return errors by class of the sums that 4 nodes or more say, as far as their curve is to hold."""
+    found: Errors = defaultdict(lambda: defaultdict(list))
+    for (kind, few, many), by_source in pairs().items():
+        for source, errors in by_source.items() if few >= 4 and many <= HOLDS_TO * few else ():
+            for row, error in errors:
+                found[kind, row.size][source].append(error)
+    return found
+
+
+def median(kind: str, few: int, many: int) -> tuple[float, float]:
+    """Return the median errors of sums from 1 MiB on: calibrated, and of the model alone."""
+    large = [
+        (e, log_error(row)) for each in pairs()[kind, few, many].values() for row, e in each if row.num_bytes >= MIB
+    ]
+    calibrated, alone = zip(*large, strict=True)
+    return tuple(math.expm1(statistics.median(map(abs, logs))) for logs in (calibrated, alone))  # type: ignore[return-value]
 
 
 def step_s(bucket_bytes: float, backward_s: float, sum_s: Callable[[float], float]) -> float:
@@ -78,30 +109,30 @@ def regrets(measured: list[MeasuredRow], few: list[MeasuredRow] | None) -> list[
     return found
 
 
-def share(logs: list[float]) -> str:
-    """Format the median of errors."""
-    return f"{math.expm1(statistics.median(map(abs, logs))):.0%}"
+def chosen_buckets() -> dict[str, list[tuple[float, float]]]:
+    """Return what `regrets` says, by class and by whether 4 nodes or more were measured."""
+    chosen = defaultdict[str, list[tuple[float, float]]](list)
+    for by_nodes in runs().values():
+        for many, measured in by_nodes.items():
+            sizes, kind = {row.num_bytes for row in measured}, class_of(measured[0])[0]
+            if many == 1 or min(sizes) > MIB or max(sizes) < TOTAL or len(sizes) < 6:
+                continue
+            chosen[f"{kind}, model alone"] += regrets(measured, None)
+            if few := [nodes for nodes in by_nodes if 4 <= nodes < many <= HOLDS_TO * nodes]:
+                chosen[f"{kind}, measured"] += regrets(measured, by_nodes[max(few)])
+    return chosen
 
 
 if __name__ == "__main__":
-    print("| system | from nodes | to | calibrated, median | model alone |\n|---|---|---|---|---|")
-    for (system, few, many), errors in sorted(pairs().items()):
-        calibrated, alone = zip(*errors, strict=True)
-        print(f"| {system[0]}: {system[2]} {system[4]} | {few} | {many} | {share(calibrated)} | {share(alone)} |")
-    chosen = defaultdict[str, list[tuple[float, float]]](list)
-    for system, by_nodes in runs().items():
-        for many, measured in by_nodes.items():
-            sizes = {row.num_bytes for row in measured}
-            if many == 1 or min(sizes) > MIB or max(sizes) < TOTAL or len(sizes) < 6:
-                continue
-            kind = "ib, roce, efa" if system[0] in ("ib", "roce", "efa") else system[0]
-            chosen[f"{kind}, model alone"] += regrets(measured, None)
-            if few := [nodes for nodes in by_nodes if 4 <= nodes < many <= HOLDS_TO * nodes]:
-                chosen[f"{kind}, measured on 4 nodes or more"] += regrets(measured, by_nodes[max(few)])
+    print("| class | from nodes | to | calibrated, median | model alone |\n|---|---|---|---|---|")
+    for kind, few, many in sorted(pairs()):
+        if few <= 4:
+            print(f"| {kind} | {few} | {many} | {' | '.join(f'{error:.0%}' for error in median(kind, few, many))} |")
+    print(f"\n{intervals(errors_of_measured())}\n")
     print(
-        "\n| choice of a bucket | cases | lost, mean | median | worst | always 25 MiB, mean |\n|---|---|---|---|---|---|"
+        "| choice of a bucket | cases | lost, mean | median | worst | always 25 MiB, mean |\n|---|---|---|---|---|---|"
     )
-    for name, found in sorted(chosen.items()):
+    for name, found in sorted(chosen_buckets().items()):
         lost, default = zip(*found, strict=True)
         values = (statistics.fmean(lost), statistics.median(lost), max(lost), statistics.fmean(default))
         print(f"| {name} | {len(lost)} | {' | '.join(f'{value:.1%}' for value in values)} |")

@@ -85,7 +85,7 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert "| between nodes |" in table
     assert "(the library's own)" in table
-    assert content["cluster"] == asdict(found.found.cluster)
+    assert content["cluster"] == json.loads(json.dumps(asdict(found.found.cluster)))
 
 
 def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
