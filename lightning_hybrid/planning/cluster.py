@@ -16,7 +16,7 @@ from lightning_hybrid.planning.plan_search import choose_plan
 # How far predicted sums between nodes are off: 80 % of measured times lie within these times the predicted.
 # By fabric and bytes, as `tests.evidence.planner.between_nodes` prints them: the 10 and 90 % quantiles of measured over
 # predicted time, each source of equal weight, widened by half (in the logarithm): the first of steps of a quarter with
-# which those of the half of sources that was read hold 70 % of a source left out. Of the other half they then hold 92 %.
+# which those of the half of sources that was read hold 70 % of a source left out. They hold 92 % of the other half.
 # InfiniBand, RoCE and EFA are one class; all rows are of A100 and H100 with NVLink, on nodes of up to 8.
 FROM_BYTES = (0, MIB, 64 * MIB + 1)
 WIDENED = 1.5

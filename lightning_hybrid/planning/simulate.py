@@ -3,14 +3,15 @@
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are the processors
-that communication kernels take from an accelerator's arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are traffic of
+others, and failures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,7 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
+SLOWED_TURNS = 4  # until backward and the sums beside it fit each other within a thousandth of what is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +160,19 @@ def simulate(
             return num_columns or 1
         return plan.num_columns(bucket.algorithm, cluster)
 
-    factors = jitter.slowest(cluster.world_size, num_steps)
+    factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
     # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
             paced = work.scaled(float(factor))
-            ready_s = ready_times_s(paced, buckets)
-            chunks = chunks_of_step(
-                buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda, wire=wire
-            )
+            ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
+            chunks = chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
             known[factor] = step_times(paced, buckets, chunks)
+            for _ in range(SLOWED_TURNS if cluster.taken_share and chunks else 0):
+                slowed = paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
+                chunks = chunks_of_step(buckets, ready_times_s(slowed, buckets), cluster, columns, **ask)
+                known[factor] = step_times(slowed, buckets, chunks)
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
@@ -217,6 +221,12 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
         now[0] = at_s
         happen()
     return trace
+
+
+def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
+    # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
+    end_s = step.step_s - step.exposed_s - work.update_s
+    return _union_s([(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s])
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:

@@ -159,6 +159,7 @@ class SimulationReport:
         input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
         is_waiting = outcome.step_s > 2 * outcome.alone_s
         limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
+        limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
         ends_s = self.run.step_bounds_s
         between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
         return (

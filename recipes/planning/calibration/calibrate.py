@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cluster_costs import curve_at
-from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost import Link, curve_at
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.node_wire import KERNEL_S, CodecRates

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 from lightning_hybrid.planning.cluster import HOLDS_TO
-from lightning_hybrid.planning.cluster_costs import curve_at
+from lightning_hybrid.planning.cost import curve_at
 from tests.evidence.planner.between_nodes import (
     MIB,
     Errors,
