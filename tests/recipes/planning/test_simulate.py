@@ -280,7 +280,7 @@ def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
 
 def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
     """Median within 10 %, all but one named step within 20, of records nothing was fitted to; errors as recorded."""
-    content, found = emulated.checked_again()
+    content, found, unequal = emulated.checked_again()
     assert content["fitted_to"] not in {one.record for one in found}
     assert len({one.setting for one in found}) >= 6
     now, pairs = emulated.error_summary(found), emulated.ranked(found)
@@ -292,11 +292,14 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     for section, errors in content["predictions"]["error"].items():
         assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
     assert sum(a.predicted_s > b.predicted_s for a, b in pairs) <= 0.01 * len(pairs)  # in the wrong order
+    assert len({one.setting for one in unequal}) == 8
+    assert emulated.error_summary(unequal)["step"]["median"] <= 0.08
+    assert 0.7 <= sum(one.is_held for one in unequal) / len(unequal) <= 0.9
 
 
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
     described = cluster_of("netlab", 2)
-    machine = json.loads((emulated.RECORD / "rows.jsonl").read_text())["machine"]
+    machine = emulated.checked_again()[0]["machine"]
     setting = emulated.Setting.from_title("emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
     fitted = emulated.cluster_of(machine, setting)
     for name in ("across", "inside", "transport"):
