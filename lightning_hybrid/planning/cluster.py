@@ -26,12 +26,13 @@ ERRORS = {
     "slingshot": ((1.06, 6.45), (0.85, 8.67), (0.87, 2.06)),
     "tcp": ((0.84, 2.24), (0.51, 2.18), (0.72, 2.1)),
 }
-# The same of sums that were measured on 4 nodes or more, on up to `HOLDS_TO` times as many, as `from_few_nodes` beside
-# it prints them. Further on they get wider, in the logarithm, by a quarter with each doubling (fitted to Alps).
+# The same of sums that were measured on 4 nodes or more, on up to `HOLDS_TO` times as many, as
+# `tests.evidence.planner.from_few_nodes` prints them. Further on they get wider, in the logarithm, by a quarter with
+# each doubling (fitted to Alps).
 MEASURED_VERBS = ((0.73, 1.28), (0.73, 1.28), (0.8, 1.16))
 MEASURED = ((0.9, 1.99), (0.5, 2.66), (0.87, 1.85))
 MEASURED_FROM, HOLDS_TO, WIDER_BY_DOUBLING = 4, 8, 0.25
-# Over Gloo, with costs fitted to sums: the quantiles of 70 steps of `tests.evidence.planner.emulated`, widened alike.
+# Over Gloo, with costs fitted to sums: the quantiles of 70 steps of `tests.evidence.planner.emulated`, as much wider.
 EMULATED = ((0.85, 1.07),) * 3
 
 

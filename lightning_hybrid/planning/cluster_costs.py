@@ -83,7 +83,7 @@ class ClusterCosts:
         for name, curve in self.curves.items():
             for num_bytes, ratio in curve.items():
                 require_positive(f"curves.{name}.{num_bytes}", ratio, "it is measured over modelled time of such a sum")
-        require_number("taken_share", self.taken_share, "a sum takes this share of the arithmetic beside it")
+        require_number("taken_share", self.taken_share, "a sum takes this share of an accelerator while it runs")
         require_whole("num_nodes", self.num_nodes, "nodes are counted")
         require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
         require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")

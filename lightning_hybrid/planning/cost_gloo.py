@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_hybrid.checks import require_number, require_positive, require_share
 from lightning_hybrid.comm.bucket_layout import between_nodes_form
 from lightning_hybrid.planning.cost import Link, StageCost
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of
-
-if TYPE_CHECKING:
-    from lightning_hybrid.planning.cluster_costs import ClusterCosts
 
 # Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc).
 SEGMENTS_OF_CHUNK = 2
@@ -102,9 +99,9 @@ def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
 
 
 def gloo_stages(
-    cluster: ClusterCosts, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
+    cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
-    """Return the stages of a chunk over Gloo; see `ClusterCosts.stages`."""
+    """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module; see its `stages`."""
     nodes, k, size = cluster.num_nodes, cluster.ranks_per_node, num_bytes
     across_bytes = size if wire is None else wire.num_bytes(size)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
@@ -130,9 +127,7 @@ def gloo_stages(
     return tuple(found)
 
 
-def _inside(
-    cluster: ClusterCosts, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float
-) -> StageCost:
+def _inside(cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float) -> StageCost:
     # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
     ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
@@ -143,9 +138,7 @@ def _inside(
     return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
 
 
-def _across(
-    cluster: ClusterCosts, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None
-) -> StageCost:
+def _across(cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None) -> StageCost:
     # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run. A codec,
     # which takes `codec_s` of a rank, has two of the three; the link is free while it encodes and decodes.
     nodes = cluster.num_nodes
@@ -179,7 +172,7 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
     )
 
 
-def _flat_ring(cluster: ClusterCosts, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
+def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
     ranks, nodes = cluster.world_size, cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1

@@ -65,7 +65,7 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
-SLOWED_TURNS = 4  # until backward and the sums beside it fit each other within a thousandth of what is taken
+SLOWED_TURNS = 4  # until backward and the sums during it agree within a thousandth of what is taken
 
 
 @dataclass(frozen=True, kw_only=True)

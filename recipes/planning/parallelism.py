@@ -128,7 +128,7 @@ class _Pipeline:
         order = schedule_tasks(self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank)
         work, num_stages = scenario.work(), self.num_ranks * per_rank
         images = self.num_ranks * scenario.batch_size_per_rank / self.num_micro
-        image_s = (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
+        image_s = scenario.cluster.slowdown * (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
         flops = sum(block.forward_flops for block in self.blocks) or 1
         forwards_s = [FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks]
         backwards_s = [(1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s]

@@ -210,16 +210,10 @@ class TuneReport:
             f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
             f"  measured_nodes: {cluster.measured_nodes} # curves hold to 8 times as many",
             "  curves: # measured over modelled time, by the bytes of a sum",
-            *(
-                f"    {name}: {{{', '.join(f'{num_bytes}: {ratio:g}' for num_bytes, ratio in curve.items())}}}"
-                for name, curve in cluster.curves.items()
-            ),
+            *(f"    {what}: {dict(curve)}" for what, curve in cluster.curves.items()),
             "  transport:",
         ]
-        if isinstance(transport, Gloo):
-            lines.append("    _target_: lightning_hybrid.planning.cost_gloo.Gloo")
-        else:
-            lines.append("    _target_: lightning_hybrid.planning.cost_nccl.Nccl")
+        lines.append(f"    _target_: {type(transport).__module__}.{type(transport).__name__}")
         for name, value in asdict(transport).items():
             lines.append(f"    {name}: {_yaml(value)}")
         lines += ["  codec:", "    _target_: lightning_hybrid.planning.node_wire.CodecRates"]

@@ -45,11 +45,8 @@ ADD_BYTES = 4 * MIB
 
 # The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
 CALL_SHARE = 1 / 100
-
 # So many rounds must fit into the limit: the costliest cases are left out until they do.
-LEAST_ROUNDS = 7
-
-MOST_CALLS = 200
+LEAST_ROUNDS, MOST_CALLS = 7, 200
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -131,8 +128,8 @@ class Measurement:
             found += [Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS]
             coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
             found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
-        most_bytes = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
-        sizes = [size for size in SUM_BYTES if size <= most_bytes]
+        most = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
+        sizes = [size for size in SUM_BYTES if size <= most]
         names = (backend, *self.algorithms)
         found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
         return sorted(found, key=lambda case: case.num_bytes)

@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,54 +32,44 @@ SIZES = ("below 1 MiB", "1 to 64 MiB", "above 64 MiB")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """One measured all-reduce; columns as in the file."""
+    """One measured all-reduce: columns of the file, and the class of its bytes.
+
+    `is_unread`: its source is in the half that nothing was looked up in or fitted to.
+    """
 
     values: dict[str, str]
-
-    @property
-    def source(self) -> str:
-        """Where it was published."""
-        return self.values["source"]
-
-    @property
-    def fabric(self) -> str:
-        """The network."""
-        return self.values["fabric"]
-
-    @property
-    def num_bytes(self) -> float:
-        """What was summed."""
-        return float(self.values["bytes"])
-
-    @property
-    def time_s(self) -> float:
-        """What it took."""
-        return float(self.values["time_us"]) / 1e6
-
-    @property
-    def size(self) -> str:
-        """The class of its size."""
-        return SIZES[(self.num_bytes >= MIB) + (self.num_bytes > 64 * MIB)]
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether its source is in the half that nothing was looked up in or fitted to."""
-        return hashlib.sha256(self.source.encode()).digest()[0] % 2 == 1
+    source: str
+    fabric: str
+    num_bytes: float
+    time_s: float
+    size: str
+    is_unread: bool
 
 
+@cache
 def rows() -> list[MeasuredRow]:
     """Read the file."""
     with ROWS.open() as file:
-        return [MeasuredRow(values=row) for row in csv.DictReader(file)]
+        return [
+            MeasuredRow(
+                values=row,
+                source=row["source"],
+                fabric=row["fabric"],
+                num_bytes=float(row["bytes"]),
+                time_s=float(row["time_us"]) / 1e6,
+                size=SIZES[(float(row["bytes"]) >= MIB) + (float(row["bytes"]) > 64 * MIB)],
+                is_unread=hashlib.sha256(row["source"].encode()).digest()[0] % 2 == 1,
+            )
+            for row in csv.DictReader(file)
+        ]
 
 
 def table(
     found: Iterable[MeasuredRow],
-    models: dict[str, Callable[[MeasuredRow], float]],
     key: Callable[[MeasuredRow], tuple[str, str]] = lambda row: (row.fabric, row.size),
 ) -> str:
-    """Format median and worst errors of each model (seconds of a row), by class: fabric and size."""
-    groups = defaultdict[tuple[str, str], list[MeasuredRow]](list)
+    """Format median and worst errors of the model before and now, by class: fabric and size."""
+    models, groups = {"before": before_s, "now": now_s}, defaultdict[tuple[str, str], list[MeasuredRow]](list)
     for row in found:
         groups[key(row)].append(row)
     titles = [f"{name}, {what}" for name in models for what in ("median", "worst")]
@@ -203,11 +194,9 @@ def coverages() -> dict[str, float]:
 if __name__ == "__main__":
     for is_unread in (False, True):
         print("unread half" if is_unread else "read half")
-        print(
-            table((row for row in rows() if row.is_unread == is_unread), {"before": before_s, "now": now_s}), end="\n\n"
-        )
+        print(table(row for row in rows() if row.is_unread == is_unread), end="\n\n")
     in_nodes_of_8 = [row for row in rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
     print("unread half, InfiniBand, RoCE and EFA on nodes of 8 GPUs")
-    print(table(in_nodes_of_8, {"before": before_s, "now": now_s}, class_of), end="\n\n")
+    print(table(in_nodes_of_8, class_of), end="\n\n")
     print(intervals(errors_of(rows())), end="\n\n")
     print("\n".join(f"{name}: {share:.0%}" for name, share in coverages().items()))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from lightning_hybrid.planning.cluster import HOLDS_TO
+from lightning_hybrid.planning.cluster import HOLDS_TO, MEASURED_FROM, Cluster
 from lightning_hybrid.planning.cost import curve_at
 from tests.evidence.planner.between_nodes import (
     MIB,
@@ -41,48 +41,37 @@ def runs() -> Runs:
     return found
 
 
-def curve_of(measured: list[MeasuredRow]) -> dict[float, float]:
-    """Return measured over modelled time by bytes."""
-    return {row.num_bytes: row.time_s / now_s(row) for row in measured}
-
-
-def calibrated_s(row: MeasuredRow, few: list[MeasuredRow]) -> float:
-    """Predict a row from those on fewer nodes."""
-    return replace(cluster_of(row), curves={"nccl": curve_of(few)}).alone_s("nccl", row.num_bytes)
-
-
-Pairs = dict[tuple[str, int, int], dict[str, list[tuple[MeasuredRow, float]]]]
+def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
+    """Describe where a row was measured, with the curve of those on fewer nodes."""
+    return replace(cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / now_s(each) for each in few}})
 
 
 @cache
-def pairs() -> Pairs:
-    """Return rows and logarithms of measured over calibrated time, by class, few and many nodes, and source."""
-    found: Pairs = defaultdict(lambda: defaultdict(list))
+def pairs() -> dict[tuple[str, int, int], list[tuple[MeasuredRow, float]]]:
+    """Return rows and logarithms of measured over calibrated time, by class, few and many nodes."""
+    found = defaultdict[tuple[str, int, int], list[tuple[MeasuredRow, float]]](list)
     for by_nodes in runs().values():
         for few, many in ((a, b) for a in by_nodes for b in by_nodes if 1 < a < b):
             for row in by_nodes[many]:
-                error = math.log(row.time_s / calibrated_s(row, by_nodes[few]))
-                found[class_of(row)[0], few, many][row.source].append((row, error))
+                error = math.log(row.time_s / calibrated(row, by_nodes[few]).alone_s("nccl", row.num_bytes))
+                found[class_of(row)[0], few, many].append((row, error))
     return found
 
 
 def errors_of_measured() -> Errors:
     """Return errors by class of the sums that 4 nodes or more say, as far as their curve is to hold."""
     found: Errors = defaultdict(lambda: defaultdict(list))
-    for (kind, few, many), by_source in pairs().items():
-        for source, errors in by_source.items() if few >= 4 and many <= HOLDS_TO * few else ():
-            for row, error in errors:
-                found[kind, row.size][source].append(error)
+    for (kind, few, many), errors in pairs().items():
+        for row, error in errors if few >= MEASURED_FROM and many <= HOLDS_TO * few else ():
+            found[kind, row.size][row.source].append(error)
     return found
 
 
 def median(kind: str, few: int, many: int) -> tuple[float, float]:
     """Return the median errors of sums from 1 MiB on: calibrated, and of the model alone."""
-    large = [
-        (e, log_error(row)) for each in pairs()[kind, few, many].values() for row, e in each if row.num_bytes >= MIB
-    ]
-    calibrated, alone = zip(*large, strict=True)
-    return tuple(math.expm1(statistics.median(map(abs, logs))) for logs in (calibrated, alone))  # type: ignore[return-value]
+    both = [(abs(e), abs(log_error(row))) for row, e in pairs()[kind, few, many] if row.num_bytes >= MIB]
+    of_curve, of_model = (math.expm1(statistics.median(errors)) for errors in zip(*both, strict=True))
+    return of_curve, of_model
 
 
 def step_s(bucket_bytes: float, backward_s: float, sum_s: Callable[[float], float]) -> float:
@@ -95,9 +84,8 @@ def step_s(bucket_bytes: float, backward_s: float, sum_s: Callable[[float], floa
 
 def regrets(measured: list[MeasuredRow], few: list[MeasuredRow] | None) -> list[tuple[float, float]]:
     """Return what the chosen bucket and the default take beyond the best, for each backward."""
-    truth, cluster = {row.num_bytes: row.time_s for row in measured}, cluster_of(measured[0])
-    if few is not None:
-        cluster = replace(cluster, curves={"nccl": curve_of(few)})
+    truth = {row.num_bytes: row.time_s for row in measured}
+    cluster = cluster_of(measured[0]) if few is None else calibrated(measured[0], few)
     sizes, found = [MIB << power for power in range(9)], []
     for part in (0.5, 1.0, 2.0):
         backward_s = part * curve_at(truth, TOTAL)
@@ -118,7 +106,7 @@ def chosen_buckets() -> dict[str, list[tuple[float, float]]]:
             if many == 1 or min(sizes) > MIB or max(sizes) < TOTAL or len(sizes) < 6:
                 continue
             chosen[f"{kind}, model alone"] += regrets(measured, None)
-            if few := [nodes for nodes in by_nodes if 4 <= nodes < many <= HOLDS_TO * nodes]:
+            if few := [nodes for nodes in by_nodes if MEASURED_FROM <= nodes < many <= HOLDS_TO * nodes]:
                 chosen[f"{kind}, measured"] += regrets(measured, by_nodes[max(few)])
     return chosen
 
