@@ -23,8 +23,8 @@ class WithoutValues(TorchFunctionMode):
     """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
 
     >>> with WithoutValues():
-    ...     nn.Linear(2, 3).weight.device
-    device(type='meta', index=None)
+    ...     nn.Linear(2, 3).weight.is_meta
+    True
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

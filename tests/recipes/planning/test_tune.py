@@ -60,7 +60,7 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     read = instantiate(cfg.cluster.links)
     expected = replace(found.found.cluster, num_nodes=16)
     for name in ("across", "inside", "transport"):  # equal but for the six digits that a description has
-        one, other = (asdict(getattr(each, name)) for each in (read, expected))
+        one, other = (json.loads(json.dumps(asdict(getattr(each, name)))) for each in (read, expected))
         for key, value in one.items():
             assert value == (pytest.approx(other[key], rel=1e-5) if isinstance(value, float) else other[key]), key
     assert (read.num_nodes, read.ranks_per_node, read.measured_nodes) == (16, expected.ranks_per_node, 2)
