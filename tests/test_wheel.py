@@ -123,11 +123,10 @@ def test_bench_and_tune_on_two_ranks(installed):
     assert f"  lightning-hybrid train strategy.comm.plan={installed.folder}/tuned/plan.json" in said.splitlines()
 
 
-def test_search_and_claims(installed):
+def test_search(installed):
     trial = "trial=['trainer.max_epochs=1','trainer.limit_train_batches=2']"
     few = ["axes.optim.lr.num=2", "backend.num_rounds=1", "hydra.run.dir=searched"]
     assert "best: optim.lr=" in installed.run("lightning-hybrid", "search", trial, *few)
-    assert "not complete" in installed.run("lightning-hybrid", "claims", "budget_s=0", "hydra.run.dir=claimed")
 
 
 def test_gpu_check_on_a_cpu(installed):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from PIL import Image
 from lightning_hybrid.data.images.shards import ShardedImages
 from recipes.datasets.packing import Packing, check_packed
 from tests.data.images.pictures import image_of, write_root
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -67,11 +67,16 @@ def test_the_simulator_reads_the_description_by_its_name(tmp_path, kind):
     assert read.curves == expected.curves
     assert cfg.cluster.on_cuda == (kind == "nccl")
     shipped = OmegaConf.load(ROOT / "conf" / "cluster" / f"{'netlab' if kind == 'gloo' else 'p40_roce'}.yaml")
-    assert set(cfg.cluster) == set(shipped)
+    assert set(cfg.cluster) >= set(shipped)
 
 
-def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
-    found = report(gloo_cluster(4, 4, latency_s=2e-3))
+@pytest.fixture(scope="module")
+def found():
+    """At 100 Mbit/s and 5 ms, of a step of which little is hidden."""
+    return report(gloo_cluster(2, 2, mbit_per_s=100.0, latency_s=5e-3))
+
+
+def test_the_strategy_takes_the_plan_and_the_summary_says_why(found, tmp_path):
     found.write(tmp_path, {"asked": 1})
     plan = Comm(plan=str(tmp_path / "plan.json")).made_plan()
     assert plan == found.plans[0].plan
@@ -88,12 +93,8 @@ def test_the_strategy_takes_the_plan_and_the_summary_says_why(tmp_path):
     assert content["cluster"] == json.loads(json.dumps(asdict(found.found.cluster)))
 
 
-def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(tmp_path):
-    """At 100 Mbit/s, of a step of which little is hidden. The plan is the one without, and knows no codec.
-
-    From the file that is written the same is fitted again.
-    """
-    found = report(gloo_cluster(2, 2, mbit_per_s=100.0))
+def test_a_codec_is_proposed_in_the_report_and_taken_by_nobody(found, tmp_path):
+    """The plan is the one without, and knows no codec. From the file that is written the same is fitted again."""
     found.write(tmp_path, {})
     content = json.loads((tmp_path / "summary.json").read_text())["compression"]
     assert (content["proposal"], content["codec_is_measured"]) == ("int4", True)
@@ -118,9 +119,6 @@ def test_a_description_of_one_node_says_that_it_is_of_one(tmp_path):
     assert "num_nodes: 1 #" in found.description()
     assert found.about.endswith("one node only")
     assert "links between nodes were not measured" in found.markdown()
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 class Unconnected:
