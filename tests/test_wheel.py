@@ -27,14 +27,11 @@ PROCESSES = ["world.devices=2", "world.accelerator=cpu"]
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and a folder that was empty."""
-
     wheel: Path
     programs: Path
     folder: Path
 
     def run(self, *words, code=0):
-        """What a shell there would run: standard output, and standard error where the end is an error."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"PATH": f"{self.programs}:{environment['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}

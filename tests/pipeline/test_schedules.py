@@ -1,7 +1,5 @@
 """How many micro-batches a rank keeps for backward, which is a pipeline's memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +12,6 @@ from tests.pipeline.schedule_step import step_over
 
 
 class Counts(torch.autograd.Function):
-    """Tells the counter of a forward, and of its backward."""
-
     @staticmethod
     def forward(ctx, x, count):
         ctx.count = count

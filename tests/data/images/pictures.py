@@ -22,7 +22,6 @@ def pixels_of(number: int, height: int = 40, width: int = 56) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray, kind: str = "JPEG", **options) -> bytes:
-    """An image file in memory; `options` are Pillow's."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind, **options)
     return buffer.getvalue()
@@ -43,14 +42,12 @@ def write_split(folder: Path, num_images: int, classes=CLASSES, first: int = 0) 
 
 
 def write_root(root: Path, num_train: int = 26, num_val: int = 7) -> Path:
-    """`root/train` and `root/val`."""
     write_split(root / "train", num_train)
     write_split(root / "val", num_val, first=1000)
     return root
 
 
 def packed(root: Path, out: Path, **changes) -> Path:
-    """Both splits in several shards; `changes` are the packer's options."""
     options = {"splits": ["train", "val"], "seed": 0, "short_side": None, "quality": 90, "shard_bytes": 9000}
     options |= {"max_corrupt_images": 0, "num_threads": 1, "verify": False}
     Packing(root=str(root), out=str(out), **options | changes).run()

@@ -1,15 +1,16 @@
 """Decoding: any image file becomes RGB, with the same bits from either decoder; broken files are errors."""
 
-from __future__ import annotations
-
 import io
+import struct
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lightning_hybrid.data.images import decode
-from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb, encode_jpeg
+from lightning_hybrid.data.images.decode import MAX_PIXELS, CorruptImageError, check_decoder, decode_rgb, encode_jpeg
 from tests.data.images.pictures import encoded, image_of, pixels_of
 
 both_decoders = pytest.mark.parametrize(
@@ -53,18 +54,27 @@ def test_grey_cmyk_and_png_under_a_jpegs_name_become_rgb(decoder):
 
 
 @both_decoders
+def test_a_turn_that_exif_asks_for_is_not_made_as_in_torchvision(decoder):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # by a quarter
+    assert decode_rgb(encoded(pixels_of(3), exif=exif), decoder=decoder).shape == (40, 56, 3)
+
+
+@both_decoders
 def test_sixteen_bits_keep_the_upper_eight(decoder):
     levels = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
     pixels = decode_rgb(encoded(levels, "PNG"), decoder=decoder)
     assert np.array_equal(pixels, np.repeat((levels >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
 
 
+PNG = encoded(pixels_of(1), "PNG")
 BROKEN = {
     "empty": b"",
     "text": b"404 not found",
     "cut in the pixels": image_of(1)[:-300],
     "cut in the header": image_of(1)[:50],
-    "half a PNG": encoded(pixels_of(1), "PNG")[:900],
+    "half a PNG": PNG[:900],
+    "a PNG with a broken chunk": PNG[:35] + b"\0" + PNG[36:],  # for which Pillow has an error of another kind
 }
 
 
@@ -79,6 +89,35 @@ def test_what_is_no_whole_image_is_an_error_of_one_kind(decoder, how):
 def test_a_flaw_that_libjpeg_can_pass_over_is_shown_as_pillow_shows_it(decoder):
     data = image_of(9)[:-200] + b"\xff\xd9"  # the rest of the pixels is missing, and the file has an end
     assert np.array_equal(decode_rgb(data, decoder=decoder), with_pillow(data))
+
+
+def bomb_png(side):
+    """A few dozen bytes that claim to be an image of `side` squared."""
+
+    def chunk(kind, body):
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def bomb_jpeg():
+    data = bytearray(image_of(1))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", 65500, 65500)
+    return bytes(data)
+
+
+@both_decoders
+@pytest.mark.parametrize("bomb", [bomb_png(10_000), bomb_png(60_000), bomb_jpeg()], ids=["png", "huge png", "jpeg"])
+def test_a_bomb_is_refused_before_memory_is_taken_for_it(decoder, bomb):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptImageError, match=f"are more than the {MAX_PIXELS}|Decompression"):
+            decode_rgb(bomb, decoder=decoder)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_re_encoding_is_close_to_what_it_was():

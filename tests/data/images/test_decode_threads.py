@@ -1,7 +1,5 @@
 """Threads that work ahead: every batch in order, a bounded number of them, and none left when the consumer leaves."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess
@@ -13,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hybrid.data.images import decode_threads
 from lightning_hybrid.data.images.decode_threads import ThreadedBatches
 from lightning_hybrid.data.images.host_buffers import HostBuffers
+from lightning_hybrid.data.images.loader import DecodeThreads
+from recipes.datasets.synthetic import StoredRows
 
 LIMIT_S = 90  # the programs below have 60 s of their own
 SHARES = [np.arange(start, start + 5) for start in range(0, 40, 5)]
@@ -67,8 +66,19 @@ def wait_until(condition, limit_s=10.0):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 7])
-@pytest.mark.parametrize("num_batches_ahead", [1, 3])
+def test_threads_are_not_started_before_the_first_batch_is_asked_for():
+    """Lightning makes iterators before it tells the epoch, and loaders are pickled."""
+    rows = StoredRows(num_images=8, num_stored=4, num_classes=2, image_size=4, seed=0)
+    buffers = HostBuffers(max_images=4, image_size=4, pin_memory=False)
+    generator = DecodeThreads(num_threads=2).fill(iter([np.arange(4)] * 9), rows, buffers, epoch=0)
+    assert living_threads() == []
+    next(generator)
+    assert len(living_threads()) == 2
+    generator.close()
+    assert living_threads() == []
+
+
+@pytest.mark.parametrize(("num_threads", "num_batches_ahead"), [(1, 1), (2, 3), (7, 1)])
 def test_batches_come_in_order_with_their_rows_and_labels(num_threads, num_batches_ahead):
     def uneven(index, row):
         time.sleep(0.001 * (index * 7 % 4))  # threads overtake one another
@@ -94,28 +104,6 @@ def test_an_error_comes_when_its_batch_is_due_and_ends_the_iteration():
     assert living_threads() == []
     with pytest.raises(StopIteration):
         next(ahead)
-
-
-def test_rows_that_end_at_the_same_time_are_both_counted(monkeypatch):
-    """`rows_left -= 1` reads and writes; here every reader dawdles in between."""
-
-    class Dawdling(decode_threads._Filling):
-        @property
-        def rows_left(self):
-            value = self._rows_left
-            time.sleep(0.002)
-            return value
-
-        @rows_left.setter
-        def rows_left(self, value):
-            self._rows_left = value
-
-    monkeypatch.setattr(decode_threads, "_Filling", Dawdling)
-    ahead = batches(num_threads=4)
-    wait_until(lambda: ahead._work.begun.qsize() == 2)
-    filling = ahead._work.begun.get()
-    assert filling.full.wait(timeout=10), "a row was lost in counting"
-    ahead.close()
 
 
 def test_an_iterator_that_is_collected_in_one_of_its_threads_ends_too():
@@ -161,26 +149,6 @@ def test_an_iterator_that_is_left_takes_its_threads_with_it_and_one_without_work
     assert next(done)[1].tolist() == [0, 10, 20, 30, 40]
 
 
-def test_an_iterator_that_is_closed_takes_no_more_memory():
-    taken = []
-    ahead = batches(take_buffer=lambda num_rows: taken.append(num_rows) or buffer_of(num_rows), num_batches_ahead=1)
-    wait_until(lambda: len(taken) == 1)
-    time.sleep(0.05)  # a thread waits for room
-    ahead.close()
-    assert taken == [5]
-
-
-def test_an_interrupted_wait_ends_the_threads(monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    ahead = batches()
-    monkeypatch.setattr(ahead._work, "next_batch", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        next(ahead)
-    assert living_threads() == []
-
-
 def test_torch_keeps_its_number_of_threads():
     """One in each decoding thread; outside, now and in threads started later, what it was."""
     before, inside, later = torch.get_num_threads(), set(), []
@@ -193,29 +161,6 @@ def test_torch_keeps_its_number_of_threads():
         assert (inside, torch.get_num_threads(), later) == ({1}, 2, [2])
     finally:
         torch.set_num_threads(before)
-
-
-class Pinned(torch.Tensor):
-    def is_pinned(self):
-        return True
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, Pinned])
-def test_labels_are_pinned_where_images_are(monkeypatch, kind):
-    asked, empty = [], torch.empty
-    monkeypatch.setattr(
-        decode_threads.torch,
-        "empty",
-        lambda *size, pin_memory=False, **more: asked.append(pin_memory) or empty(*size, **more),
-    )
-    list(batches(take_buffer=lambda num_rows: buffer_of(num_rows).as_subclass(kind)))
-    assert asked == [kind is Pinned] * len(SHARES)
-
-
-@pytest.mark.parametrize("name", ["num_threads", "num_batches_ahead"])
-def test_nobody_to_fill_is_refused(name):
-    with pytest.raises(ValueError, match=rf"`{name}` \(=0\) must be a whole number, 1 or more"):
-        batches(**{name: 0})
 
 
 IN_A_PROGRAM = """
@@ -246,7 +191,7 @@ if "fork" in sys.argv:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.long), "fork"])
+@pytest.mark.parametrize("how", ["exit", "fork"])
 def test_a_program_ends_in_mid_epoch_and_a_fork_gets_an_error(how):
     """In a process of its own, as the order of what is done at the exit is that of imports and of the program."""
     done = subprocess.run(
@@ -266,13 +211,6 @@ def test_host_memory_is_used_again_only_when_nobody_looks_at_it():
     assert third.data_ptr() not in (first, other.data_ptr())  # a row of it is still held
     del part
     assert buffers.take(2).data_ptr() == first
-
-
-def test_a_loop_over_batches_uses_a_few_blocks_of_memory():
-    buffers = HostBuffers(max_images=5, image_size=4, pin_memory=False)
-    shares = [np.arange(5)] * 60
-    blocks = {images.data_ptr() for images, _ in batches(shares=shares, take_buffer=buffers.take)}
-    assert len(blocks) <= 4  # two ahead, one here, one on its way
 
 
 @pytest.mark.gpu

@@ -1,14 +1,11 @@
 """Image folders as people have them: other suffixes, links, hidden folders, names that are no text."""
 
-from __future__ import annotations
-
 import os
-import re
 
 import pytest
 
 from lightning_hybrid.data.images import folder as folder_module
-from lightning_hybrid.data.images.folder import ImageFolder, check_root, check_same_classes, num_images_up_to
+from lightning_hybrid.data.images.folder import ImageFolder, check_root
 from tests.data.images.pictures import image_of, write_split
 
 
@@ -67,20 +64,6 @@ def test_a_class_may_be_a_link_and_a_hidden_folder_is_no_class(train):
     assert ImageFolder(train).classes == ("n01", "n02", "n03", "n04")
 
 
-@pytest.mark.parametrize("name", ["n04.tar", "n04.TAR", "n04.tar.gz", "n04.tgz", "n04.zip"])
-def test_a_class_that_is_still_packed_is_refused(train, name):
-    (train / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"must be unpacked: train/ holds {re.escape(name)}\. Unpack"):
-        ImageFolder(train)
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_the_network_must_have_as_many_classes(tmp_path, num_classes):
-    check_same_classes(tmp_path, "abc", "abc", num_classes=3)
-    with pytest.raises(ValueError, match=rf"`num_classes` \(={num_classes}\).*there are 3\. Set model\.num_classes=3"):
-        check_same_classes(tmp_path, "abc", "abc", num_classes=num_classes)
-
-
 def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_path):
     (tmp_path / "val").mkdir()
     with pytest.raises(ValueError, match=r"train/ is missing\. Set data\.root"):
@@ -89,10 +72,3 @@ def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_
     (tmp_path / "val").rename(tmp_path / "train")
     with pytest.raises(ValueError, match=r"val/ is missing\. Move some images of each class, say a tenth, from train/"):
         check_root(tmp_path)
-
-
-def test_counting_stops_where_there_are_enough(train, monkeypatch):
-    read, listdir = [], os.listdir
-    monkeypatch.setattr(folder_module.os, "listdir", lambda path: read.append(path.name) or listdir(path))
-    assert (num_images_up_to(train, 3), read) == (3, ["n01", "n02"])
-    assert num_images_up_to(train, 100) == 6

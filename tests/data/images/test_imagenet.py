@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_hybrid.data.images.imagenet import ImageNetDataModule, count_classes
-from recipes.datasets.synthetic import SyntheticImageNetDataModule
 from tests import toy
 from tests.data.images.pictures import packed, write_root
 from tests.scenes import Saves, at, fit
@@ -21,7 +20,6 @@ SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """26 training and 7 validation images in three classes."""
     return write_root(tmp_path_factory.mktemp("imagenet"))
 
 
@@ -34,7 +32,6 @@ def module_of(root, **changes) -> ImageNetDataModule:
 
 
 def read(loader):
-    """Copies, as numbers: `[(images, labels)]`."""
     return [(images.clone(), labels.clone()) for images, labels in loader]
 
 
@@ -74,7 +71,6 @@ def test_views_change_with_epoch_and_seed_and_not_with_ranks_or_threads(root):
 
 
 def by_name(module):
-    """Label and file of every image, by the image's name."""
     source, row = module.train_rows.source, torch.zeros(3, 16, 16, dtype=torch.uint8)
     return {
         source.name(index).split("/")[-1].split(":")[-1]: (
@@ -100,8 +96,6 @@ def test_packed_images_are_the_same_images_and_counted_alike(root, tmp_path):
 
 
 class Remembers(pl.LightningModule):
-    """What a step is given, and nothing learnt from it."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3)
@@ -122,7 +116,6 @@ class Remembers(pl.LightningModule):
 
 
 def seen_by_a_fit(ranks, root, **scene):
-    """What each rank's steps were given, and the dtypes and layouts of it."""
     scene["num_sanity_val_steps"] = 0
     return [seen.looks["on_train_end"][0] for seen in fit(ranks, Remembers, train=partial(module_of, root), **scene)]
 
@@ -156,42 +149,6 @@ def test_a_fit_of_two_ranks_is_resumed_by_one_with_the_same_images(two_ranks, on
     expected = [piece for step in steps[4:] for piece in ((step[0][2], step[0][3]), (step[1][2], step[1][3]))]
     assert [(pixels, labels) for place, _, pixels, labels in rest if place != "val"] == expected
     assert len(expected) == 4
-
-
-def waited(trainer, *_):
-    return trainer.train_dataloader.take_wait_s()
-
-
-def test_a_callback_finds_the_time_waited_for_data_through_the_trainer(one_rank, root):
-    (seen,) = fit(one_rank, Remembers, train=partial(module_of, root), callbacks=[at(on_train_batch_end=waited)])
-    waits_s = seen.looks["on_train_batch_end"]
-    assert len(waits_s) == 6
-    assert waits_s[0] > 0  # nothing hides the first two batches of an epoch
-    assert all(0 <= wait_s < 30 for wait_s in waits_s)
-
-
-def synthetic(**changes) -> SyntheticImageNetDataModule:
-    options = {"global_batch_size": 8, "seed": 5, "num_classes": 3, "image_size": 16, "num_stored_images": 5}
-    options |= {"num_train_images": 30, "num_val_images": 7, "eval_batch_size_per_rank": 4, "num_threads": 2}
-    module = SyntheticImageNetDataModule(**options | changes)
-    module.setup("fit")
-    return module
-
-
-def test_noise_keeps_the_contract_of_the_loaders_and_has_imagenets_length_without_storing_it(root):
-    module = synthetic()
-    batches = read(module.train_dataloader())
-    assert [tuple(images.shape) for images, _ in batches] == [(8, 3, 16, 16)] * 3
-    images, labels = (torch.cat(each) for each in zip(*batches, strict=True))
-    assert len({(image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)}) == 5
-    assert same(batches, read(synthetic().train_dataloader()))
-    assert not same(batches, read(synthetic(seed=6).train_dataloader()))
-    assert module.train_dataloader().state_dict().keys() == module_of(root).train_dataloader().state_dict().keys()
-    assert sum(len(labels) for _, labels in module.val_dataloader()) == 7
-    whole = SyntheticImageNetDataModule(global_batch_size=65_536, seed=0, image_size=4)
-    whole.setup("fit")
-    assert (len(whole.train_dataloader()), len(whole.train_rows._images)) == (19, 256)
-    assert sum(map(len, whole.val_dataloader().shares)) == 50_000
 
 
 def share_of_rank(root):
