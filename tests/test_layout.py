@@ -57,7 +57,6 @@ MAY_BE_LONGER = {
     "lightning_hybrid/optim/layerwise.py": 359,
     "lightning_hybrid/pipeline/microbatches.py": 331,
     "lightning_hybrid/pipeline/strategy.py": 330,
-    "lightning_hybrid/planning/cluster_costs.py": 318,
     "lightning_hybrid/precision/master_weights.py": 367,
     "lightning_hybrid/precision/plugin.py": 387,
     "lightning_hybrid/strategy/hybrid_allreduce.py": 445,
@@ -67,8 +66,8 @@ MAY_BE_LONGER = {
     "recipes/cli/preflight.py": 341,
     "recipes/datasets/packing.py": 312,
     "recipes/networks/alexnet.py": 303,
-    "recipes/planning/calibration/microbenchmarks.py": 364,
-    "recipes/planning/simulate_report.py": 340,
+    "recipes/planning/calibration/microbenchmarks.py": 363,
+    "recipes/planning/simulate_report.py": 309,
     "tests/evidence/faults/inject.py": 305,
 }
 """What is longer already: a number may only shrink, and a file of 300 lines leaves the table."""

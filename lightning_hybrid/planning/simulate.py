@@ -3,14 +3,15 @@
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are the processors
-that communication kernels take from an accelerator's arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are traffic of
+others, and failures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,8 @@ class Jitter:
         [1.0, 1.0, 1.0]
         """
         require_whole("num_steps", num_steps, "steps are counted")
+        if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
+            return np.ones(num_steps)
         generator = np.random.default_rng(self.seed)
         factors = np.empty(num_steps)
         # One row at a time: 16,384 ranks x 1,000 steps need no memory.
@@ -61,6 +64,7 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
+SLOWED_TURNS = 4  # until backward and the sums during it agree within a thousandth of what is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,17 +159,19 @@ def simulate(
             return num_columns or 1
         return plan.num_columns(bucket.algorithm, cluster)
 
-    factors = jitter.slowest(cluster.world_size, num_steps)
+    factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
     # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
             paced = work.scaled(float(factor))
-            ready_s = ready_times_s(paced, buckets)
-            chunks = chunks_of_step(
-                buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda, wire=wire
-            )
+            ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
+            chunks = chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
             known[factor] = step_times(paced, buckets, chunks)
+            for _ in range(SLOWED_TURNS if cluster.taken_share and chunks else 0):
+                slowed = paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
+                chunks = chunks_of_step(buckets, ready_times_s(slowed, buckets), cluster, columns, **ask)
+                known[factor] = step_times(slowed, buckets, chunks)
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
@@ -174,6 +180,12 @@ def simulate(
         buckets=buckets,
         alone_s=work.alone_s,
     )
+
+
+def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
+    # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
+    end_s = step.step_s - step.exposed_s - work.update_s
+    return _union_s([(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s])
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 _BATCH = 2  # BatchNorm refuses to train on one value per channel, which one image of one pixel is
 
@@ -56,6 +55,8 @@ def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> i
             f"`image_shape` (={tuple(image_shape)}) must hold positive whole numbers: it is channels, height and "
             "width of one image, without the batch."
         )
+    from torch.utils.flop_counter import FlopCounterMode  # here: every network imports this module, and that Triton
+
     tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
     tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
     images = torch.empty(_BATCH, *image_shape, device="meta")

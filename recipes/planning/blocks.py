@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.planning.activations import LiveBytes, meta_step
 
@@ -93,7 +92,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
     """
     with meta_step(model, precision) as (shadow, dtype):
         images = torch.empty(BATCH, *image_shape, device="meta", dtype=dtype)
-        uses, flops = _Uses([*shadow.parameters(), *shadow.buffers()]), FlopCounterMode(display=False)
+        uses = _Uses([*shadow.parameters(), *shadow.buffers()])
 
         def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
             tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
@@ -104,7 +103,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
                     module=module,
                     address=first.untyped_storage()._cdata,
                     input_bytes=first.nbytes,
-                    flops=flops.get_total_flops(),
+                    flops=uses.flops,
                     live=uses.now,
                     is_cut=len(tensors) == 1,
                 )
@@ -116,10 +115,10 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             module.register_forward_pre_hook(lambda module, args, name=name: begin(name, module, args))
             for name, module in list(_units(shadow)) or [("", shadow)]
         ]
-        with flops, uses:
+        with uses:
             uses.use(images)
             logits = shadow(images)
-        end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=flops.get_total_flops(), live=uses.now)
+        end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
         del logits
         for handle in handles:
             handle.remove()

@@ -39,6 +39,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "search": Search | None,
     "compare": list[str] | None,
     "prices_per_node_hour": list[Positive] | None,
+    "pictures": bool,
     "run_dir": str,
     "model": nn.Module,
     "cluster.about": str,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.planning.activations import LiveBytes
 
 FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
 
@@ -23,8 +23,8 @@ class WithoutValues(TorchFunctionMode):
     """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
 
     >>> with WithoutValues():
-    ...     nn.Linear(2, 3).weight.device
-    device(type='meta', index=None)
+    ...     nn.Linear(2, 3).weight.is_meta
+    True
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,15 +57,15 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     """
     shadow = copy.deepcopy(model).to("meta").train()
     found: dict[str, Layer] = {}
-    counter = FlopCounterMode(display=False)
+    counter = LiveBytes()
     before: dict[str, int] = {}
 
     def begin(name: str) -> None:
-        before[name] = counter.get_total_flops()
+        before[name] = counter.flops
 
     def end(name: str, module: nn.Module) -> None:
         numels = tuple(parameter.numel() for parameter in module.parameters(recurse=False))
-        flops = (counter.get_total_flops() - before[name]) // 2  # two images
+        flops = (counter.flops - before[name]) // 2  # two images
         earlier = found.pop(name).forward_flops if name in found else 0
         found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
 

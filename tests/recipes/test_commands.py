@@ -134,7 +134,7 @@ COMMANDS = {
     "simulate": Command(
         words="recipes/simulate.py num_nodes=2 num_steps=7 jitter.relative_std=0.02 scaling_ranks=[1,16] epochs=2 "
         "cluster.price_per_node_hour=30 cluster.watts_per_node=3000 search.algorithms=[flat,two_level] "
-        "search.bucket_bytes=[4194304,67108864]",
+        "search.bucket_bytes=[4194304,67108864] pictures=true",
         says=("on 16 GPUs (2 x 8): ", "a step of 1,024 images takes ", "written to TMP/run"),
         files=("simulate.svg", "pipeline.svg"),
         look=planned,

@@ -49,3 +49,13 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert done.returncode == 2
     assert "`momentum` (=2" in done.stderr
     assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
+    """Mutations: the shape of a convolution is left to torch; pictures are drawn unasked."""
+    slow = "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}"
+    say = SAY.replace("'torch' in sys.modules", slow)
+    words = [str(ROOT / "recipes" / "simulate.py"), "num_nodes=2", "search=null", "hydra.run.dir=run"]
+    done = subprocess.run([sys.executable, "-c", f"{say}; {RUN}", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"

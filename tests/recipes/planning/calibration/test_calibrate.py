@@ -124,9 +124,9 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_n
             )
 
 
-def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor_and_so_does_a_codec_whose_rate_is_found():
-    """Large sums of one algorithm take 1.5 times what the model says, which links cannot explain, and those of 4 MiB in
-    8 bits 1.4 times; links and software are fitted to sums that go through no codec."""
+def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
+    """Sums of 2 and 4 MiB of one algorithm take 1.5 times what the model says, which links cannot explain, and those of
+    4 MiB in 8 bits 1.4 times; links and software are fitted to sums that go through no codec. Mutation: one ratio."""
     truth = replace(gloo_cluster(2, 2, mbit_per_s=100.0), codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9))
     world = world_of(truth)
 
@@ -138,15 +138,17 @@ def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor_and_so_does_a_code
         calibrate(planted(truth, world, sums_s=slow | more), world).cluster
         for more in ({}, slow_s("two_level_int8", 4 * MIB, 1.4))
     )
-    for size in (2 * MIB, 8 * MIB):
-        expected = slow_s("two_level", size, 1.5)["two_level", size]
-        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(expected, rel=0.1)
+    assert plain.measured_nodes == 2
+    for size, factor in ((2 * MIB, 1.5), (4 * MIB, 1.5), (8 * MIB, 1.0)):
+        expected = slow_s("two_level", size, factor)["two_level", size]
+        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(expected, rel=0.03)
     assert plain.codec.is_measured
     assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)  # medians of nine with 2 % of noise
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
     assert coded.transport == plain.transport
-    assert coded.factors["two_level_int8"] == pytest.approx(1.4 * plain.factors["two_level_int8"], rel=0.05)
-    assert coded.factors["two_level_int4"] == plain.factors["two_level_int4"]
+    slower = 1.4 * plain.curves["two_level_int8"][4 * MIB]
+    assert coded.curves["two_level_int8"][4 * MIB] == pytest.approx(slower, rel=0.05)
+    assert coded.curves["two_level_int4"] == plain.curves["two_level_int4"]
 
 
 @pytest.mark.long

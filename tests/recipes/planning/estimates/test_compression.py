@@ -104,12 +104,12 @@ def test_on_accelerators_every_part_of_every_node_is_a_kernel():
     assert rates.int4_bytes_per_s > rates.int8_bytes_per_s > 4.8e12 / 6  # fewer codes are read and written
 
 
-def test_a_measured_factor_of_sums_through_a_codec_is_theirs_alone():
-    plain, scaled = (cluster(2, 2, factors=factors) for factors in ({}, {"two_level_int8": 1.5}))
+def test_a_measured_curve_of_sums_through_a_codec_is_theirs_alone():
+    plain, scaled = (cluster(2, 2, curves=curves) for curves in ({}, {"two_level_int8": {SIZE: 1.5}}))
     assert scaled.alone_s("two_level", SIZE, INT8) == pytest.approx(1.5 * plain.alone_s("two_level", SIZE, INT8))
     assert scaled.alone_s("two_level", SIZE, INT4) == plain.alone_s("two_level", SIZE, INT4)
     assert scaled.alone_s("two_level", SIZE) == plain.alone_s("two_level", SIZE)
-    known = cluster(2, 2, factors={"two_level": 1.2, "two_level_int8": 1.5})
+    known = cluster(2, 2, curves={"two_level": {SIZE: 1.2}, "two_level_int8": {SIZE: 1.5}})
     assert known.alone_s("two_level", SIZE, INT8) == scaled.alone_s("two_level", SIZE, INT8)
     assert known.alone_s("two_level", SIZE, INT4) == pytest.approx(1.2 * plain.alone_s("two_level", SIZE, INT4))
 
