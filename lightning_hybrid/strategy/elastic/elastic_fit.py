@@ -176,17 +176,17 @@ class ElasticFit:
         buffers, outputs, run_first = [buffer.clone() for buffer in self._module.buffers()], None, closure
         self._logs = logs = StepLogs(self._module)
         try:
-            for attempt in range(MOST_VIEWS):
-                if views.ended:
-                    self._put_buffers(buffers)
-                    if views.change(self._use):
-                        raise _StepTaken(outputs)
-                    logs.restore()
-                views.may_cut = True
-                made = self._attempt(views, run_first, logs)
-                outputs, run_first = made if attempt == 0 else outputs, self._run_first
-                if self._is_whole(views):
+            for _ in range(MOST_VIEWS):
+                if not views.ended:
+                    views.may_cut = True
+                    made = self._attempt(views, run_first, logs)
+                    outputs, run_first = made if run_first is closure else outputs, self._run_first
+                if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet
                     return outputs
+                self._put_buffers(buffers)
+                if views.change(self._use):
+                    raise _StepTaken(outputs)
+                logs.restore()
         finally:
             self._logs = None
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
