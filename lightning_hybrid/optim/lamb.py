@@ -25,16 +25,17 @@ class LAMB(LayerwiseOptimizer):
         m <- beta1 * m + (1 - beta1) * g              M = m / (1 - beta1 ** t)
         v <- beta2 * v + (1 - beta2) * g * g          V = v / (1 - beta2 ** t)
         u  = M / (sqrt(V) + eps) + weight_decay * w
-        q  = |w| / |u|                                w <- w - lr * q * u
+        q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
-    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) of the paper is |w|.
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) is |w|, or with
+    `weight_norm_bounds=(low, high)` the paper's min(max(|w|, low), high); None there is no bound.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
     arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
     balance between moments, `eps` and weight decay differs.
 
-    A tensor with |w| = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by min(q, c): the
-    paper's upper bound on phi, but on the ratio, and, unlike in `LARS`, not divided by lr.
+    A tensor with phi(|w|) = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by
+    min(q, c), unlike in `LARS` not divided by lr.
 
     `max_grad_norm=c` first scales all gradients, of all groups together, by min(1, c / norm), as NVIDIA's LAMB does
     with c = 1; the paper does not, so the default is off. It is one bound for the optimizer, no option of a group.
@@ -75,6 +76,7 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
+        weight_norm_bounds: tuple[float | None, float | None] | None = None,
         trust_clip: float | None = None,
         max_grad_norm: float | None = None,
         excluded_lr_mult: float = 1.0,
@@ -100,6 +102,12 @@ class LAMB(LayerwiseOptimizer):
             require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
         require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
         require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
+        low, high = bounds_of(group)
+        if not 0 <= low <= high or high == 0:
+            raise ValueError(
+                f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.80}) must be (low, high) with 0 <= low <= high "
+                "and high > 0: it bounds the norm of a layer's weights in the trust ratio. None is no bound."
+            )
         if (bound := group["max_grad_norm"]) is not None:
             why = "it bounds the norm of all gradients together; None is no bound"
             require_number("max_grad_norm", bound, why, above=True)
@@ -178,7 +186,7 @@ class LAMB(LayerwiseOptimizer):
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
                 if self.shard_sums is not None:
                     norms = self.shard_sums.norms(params, *norms)
-            ratios = trust_ratio(*norms)
+            ratios = trust_ratio(norms[0].clamp(*bounds_of(group)), norms[1])
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, means, squares, *_ in blocks:
@@ -209,6 +217,16 @@ class LAMB(LayerwiseOptimizer):
         wide = torch.empty(len(steps), dtype=torch.float64, device=device).unbind()
         torch._foreach_copy_(wide, steps)
         return list(wide)
+
+
+def bounds_of(group: dict[str, Any]) -> tuple[float, float]:
+    """Return the bounds of phi as numbers; 0 and inf bind nothing.
+
+    >>> bounds_of({"weight_norm_bounds": None}), bounds_of({"weight_norm_bounds": (0.1, None)})
+    ((0.0, inf), (0.1, inf))
+    """
+    low, high = group["weight_norm_bounds"] or (None, None)
+    return 0.0 if low is None else low, torch.inf if high is None else high
 
 
 def moments_(

@@ -1,6 +1,6 @@
 """LAMB in float64, one number at a time, straight from You et al. 2019 (arXiv:1904.00962)."""
 
-from math import sqrt
+from math import inf, sqrt
 
 
 def norm(vector):
@@ -17,6 +17,7 @@ def lamb(
     eps,
     weight_decay,
     bias_correction=True,
+    weight_norm_bounds=(0.0, inf),
     trust_clip=None,
     max_grad_norm=None,
 ):
@@ -38,7 +39,9 @@ def lamb(
                 m_hat = m[i] / (1 - beta1**t) if bias_correction else m[i]
                 v_hat = v[i] / (1 - beta2**t) if bias_correction else v[i]
                 u.append(m_hat / (sqrt(v_hat) + eps) + weight_decay * w[i])
-            q = norm(w) / norm(u) if norm(w) > 0 and norm(u) > 0 else 1.0
+            low, high = weight_norm_bounds
+            phi = min(max(norm(w), low), high)
+            q = phi / norm(u) if phi > 0 and norm(u) > 0 else 1.0
             if trust_clip is not None:
                 q = min(q, trust_clip)
             for i in range(len(w)):
