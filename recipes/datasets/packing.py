@@ -118,6 +118,10 @@ class Packing:
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
         return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
 
+    def check(self) -> None:
+        """Read every byte of what was packed; raises as `check_packed`."""
+        check_packed(Path(self.out), self.splits)
+
     def prepared(self, data: bytes) -> bytes:
         """Return the bytes to store for an image file.
 
