@@ -62,17 +62,14 @@ class Bert(nn.Module):
     @property
     def checkpoint_activations(self) -> bool:
         """Whether activations are computed again in backward."""
-        return bool(self.network.is_gradient_checkpointing)
+        return bool(self.network.is_activation_checkpointing)
 
     @checkpoint_activations.setter
     def checkpoint_activations(self, is_on: bool) -> None:
         if is_on:
-            self.network.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._contexts})
-        else:
-            self.network.gradient_checkpointing_disable()
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), second_pass(self)  # the modes of forward, such as emulated fp16
+            self.network.activation_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})
+        elif self.checkpoint_activations:
+            self.network.activation_checkpointing_disable()
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
         """Return the logits of the hidden tokens, `"hidden num_classes"`; `text` as in `datasets.text.TextLoader`."""
@@ -86,3 +83,7 @@ class Bert(nn.Module):
         num_hidden = num_sequences * max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
         return tokens, torch.zeros(num_hidden, dtype=torch.int64, device=device)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), second_pass(nn.Identity())  # the modes of forward, such as emulated fp16
