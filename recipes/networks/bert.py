@@ -78,8 +78,9 @@ class Bert(nn.Module):
         logits: Tensor = self.network.cls(states[places])
         return logits
 
-    def example(self, num_sequences: int, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return an input of this size, for what asks how much work and memory it takes."""
+    def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Return an input for the planner: of `(length,)`, or of the longest sequences where the shape is an image's."""
+        length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
         num_hidden = num_sequences * max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
         return tokens, torch.zeros(num_hidden, dtype=torch.int64, device=device)

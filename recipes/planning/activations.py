@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.precision.master_weights import MasterWeights
+from recipes.planning.layers import example_of
 
 MOST_IMAGES = 2**16  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
 HALF = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -76,6 +78,12 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
         yield shadow, HALF[precision]
 
 
+def _loss(result: Tensor) -> Tensor:
+    # Of logits that of a classifier: it keeps their logarithms, as large as they are.
+    labels = torch.zeros(len(result), dtype=torch.int64, device="meta") if result.dim() == 2 else None
+    return result.mean() if labels is None else F.cross_entropy(result, labels)
+
+
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
@@ -93,16 +101,17 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
     """
     counted = min(batch_size, MOST_IMAGES)
     with meta_step(model, precision) as (shadow, dtype):
-        images = torch.empty(counted, *image_shape, device="meta", dtype=dtype)
-        with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), images]) as live:
+        images = example_of(shadow, counted, image_shape, dtype=dtype)
+        inputs = list(tree_iter(images))
+        with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
             # Whatever the network returns; frozen networks have no backward.
             results = [value for value in tree_iter(shadow(images)) if isinstance(value, Tensor)]
-            losses = [result.float().mean() for result in results if result.requires_grad]
+            losses = [_loss(result.float()) for result in results if result.requires_grad]
             del results
             if losses:
                 torch.stack(losses).sum().backward()
     # The images themselves were not counted: their batch, and the next.
-    return (live.peak + 2 * images.nbytes) * batch_size // counted
+    return (live.peak + 2 * sum(each.nbytes for each in inputs)) * batch_size // counted
 
 
 def has_checkpointing(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.planning.activations import LiveBytes, meta_step
+from recipes.planning.layers import example_of
 
 BATCH = 8  # images on the meta device: what does not depend on the batch is a small part of what is counted
 
@@ -92,7 +93,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
     [('0', 224, 6912), ('1', 0, 0), ('2.0', 0, 0), ('2.1', 258, 512)]
     """
     with meta_step(model, precision) as (shadow, dtype):
-        images = torch.empty(BATCH, *image_shape, device="meta", dtype=dtype)
+        images = example_of(shadow, BATCH, image_shape, dtype=dtype)
         uses, flops = _Uses([*shadow.parameters(), *shadow.buffers()]), FlopCounterMode(display=False)
 
         def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -117,7 +118,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             for name, module in list(_units(shadow)) or [("", shadow)]
         ]
         with flops, uses:
-            uses.use(images)
+            uses.use(next(tree_iter(images)))
             logits = shadow(images)
         end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=flops.get_total_flops(), live=uses.now)
         del logits

@@ -36,6 +36,15 @@ class WithoutValues(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+def example_of(
+    model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
+    if (example := getattr(model, "example", None)) is not None:
+        return example(num_samples, *shape, device="meta")
+    return torch.empty(num_samples, *shape, device="meta", dtype=dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
@@ -59,12 +68,14 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     found: dict[str, Layer] = {}
     counter = FlopCounterMode(display=False)
     before: dict[str, int] = {}
+    owners: dict[int, str] = {}  # a shared parameter is the first layer's: its gradient is complete there
 
     def begin(name: str) -> None:
         before[name] = counter.get_total_flops()
 
     def end(name: str, module: nn.Module) -> None:
-        numels = tuple(parameter.numel() for parameter in module.parameters(recurse=False))
+        own = [one for one in module.parameters(recurse=False) if owners.setdefault(id(one), name) == name]
+        numels = tuple(parameter.numel() for parameter in own)
         flops = (counter.get_total_flops() - before[name]) // 2  # two images
         earlier = found.pop(name).forward_flops if name in found else 0
         found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
@@ -74,7 +85,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
             module.register_forward_pre_hook(lambda *_, name=name: begin(name))
             module.register_forward_hook(lambda module, *_, name=name: end(name, module))
     with counter:
-        shadow(torch.empty(2, *image_shape, device="meta"))
+        shadow(example_of(shadow, 2, image_shape))
     return list(found.values())
 
 
