@@ -105,8 +105,8 @@ class LAMB(LayerwiseOptimizer):
         low, high = bounds_of(group)
         if not 0 <= low <= high or high == 0:
             raise ValueError(
-                f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.80}) must be (low, high) with 0 <= low <= high "
-                "and high > 0: it bounds the norm of a layer's weights in the trust ratio. None is no bound."
+                f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.60}) must be (low, high), low <= high, "
+                "neither negative, high above 0: it bounds a layer's |w| in the trust ratio. None is no bound."
             )
         if (bound := group["max_grad_norm"]) is not None:
             why = "it bounds the norm of all gradients together; None is no bound"

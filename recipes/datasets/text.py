@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -167,7 +166,8 @@ class TextDataModule(pl.LightningDataModule):
         eval_batch_size_per_rank: int = 32,
     ) -> None:
         super().__init__()
-        least = {"sequence_length": 3, "vocab_size": 1, "global_batch_size": 1, "seed": 0, "eval_batch_size_per_rank": 1}
+        least = dict.fromkeys(("vocab_size", "global_batch_size", "eval_batch_size_per_rank"), 1)
+        least |= {"sequence_length": 3, "seed": 0}
         values = locals()
         for name, lowest in least.items():
             require_whole(name, values[name], f"it is counted. Set data.{name}=<number>", least=lowest)

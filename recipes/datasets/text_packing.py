@@ -78,8 +78,8 @@ class TextPacking:
         root: A folder of any text: all files below it that are UTF-8. None: Python's own documentation, licence and
             sources, the same for one version of Python.
         out: Where shards, tokeniser and index go.
-        vocab_size: Most tokens of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805; theirs
-            has 30,522, of lower-case text as here).
+        vocab_size: Most tokens of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805;
+            theirs has 30,522, of lower-case text as here).
         shard_tokens: Tokens of a file.
         max_chars: About so many characters are taken; None: all.
         max_training_chars: About so many characters train the tokeniser.
@@ -98,7 +98,9 @@ class TextPacking:
     def __post_init__(self) -> None:
         require_whole("vocab_size", self.vocab_size, "it counts tokens. Set packing.vocab_size=30522", least=300)
         if self.vocab_size > 65535:
-            raise ValueError(f"`vocab_size` (={self.vocab_size}) must be at most 65535: tokens take two bytes. Set 30522.")
+            raise ValueError(
+                f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes."
+            )
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
                 require_whole(name, value, f"it is counted. Set packing.{name}=<number>")
@@ -140,8 +142,8 @@ class TextPacking:
         )
         if not all(packed.num_tokens.values()):
             raise ValueError(
-                f"`root` (={self.root}) must hold text for {', '.join(SPLITS)}, and has {packed.num_tokens} tokens: too "
-                "few pieces. Give a folder with more text."
+                f"`root` (={self.root}) must hold text for {', '.join(SPLITS)}, and has {packed.num_tokens} tokens: "
+                "too few pieces. Give a folder with more text."
             )
         with atomic_path(out / INDEX_NAME, has_rivals=True) as part:
             part.write_text(json.dumps(asdict(packed), indent=1))

@@ -79,7 +79,7 @@ class Bert(nn.Module):
         return logits
 
     def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return an input for the planner: of `(length,)`, or of the longest sequences where the shape is an image's."""
+        """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
         length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
         num_hidden = num_sequences * max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode

@@ -36,9 +36,7 @@ class WithoutValues(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def example_of(
-    model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32
-) -> Any:
+def example_of(model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Any:
     """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
     if (example := getattr(model, "example", None)) is not None:
         return example(num_samples, *shape, device="meta")

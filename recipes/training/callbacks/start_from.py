@@ -21,8 +21,8 @@ class StartFrom(Callback):
     """Callback that begins a fit with the weights of a checkpoint; a fit that is resumed has its own.
 
     Block i of a row of n is given the weights of block i mod m where that row had m (Gong et al. 2019, "Efficient
-    training of BERT by progressively stacking", PMLR 97:2337). A tensor is taken where its shape is the same; all others
-    stay as they were drawn. So a deep network can start from a shallow one, and a phase of training from the one before.
+    training of BERT by progressively stacking", PMLR 97:2337). A tensor is taken where its shape is the same; others
+    stay as they were drawn. So a deep network starts from a shallow one, and a phase of training from the one before.
 
     Args:
         path: A checkpoint of `recipes/train.py`.
@@ -55,10 +55,8 @@ class StartFrom(Callback):
         with torch.no_grad():
             for name, source in sources.items():
                 own[name].copy_(found[source])
-        num_elements, num_all = (sum(own[name].numel() for name in names) for names in (sources, own))
-        rank_zero_info(
-            f"start from {self.path}: {len(sources)} of {len(own)} tensors, {num_elements / num_all:.1%} of the elements"
-        )
+        share = sum(own[name].numel() for name in sources) / sum(one.numel() for one in own.values())
+        rank_zero_info(f"start from {self.path}: {len(sources)} of {len(own)} tensors, {share:.1%} of the elements")
 
 
 def sources_of(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Peak memory of a step of BERT by torch's memory tracker, beside the planner's: `python -m tests.evidence.memory.bert`.
+"""Peak memory of a step of BERT by torch's memory tracker, beside the planner's.
 
-A step between two: moments and gradients are there before it. `device=cpu` computes it; `device=meta` does all but that,
-as it does what the planner counts by itself. Masters are counted, not run. Arguments: device, sequences, tokens of each.
+    python -m tests.evidence.memory.bert cpu 8 512 [0 1]   device, sequences, tokens of each, checkpointing
+
+A step between two: moments and gradients are there before it. On `meta` nothing is computed, all else is done.
 """
 
 from __future__ import annotations

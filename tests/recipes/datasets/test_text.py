@@ -48,7 +48,9 @@ def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
     assert "1 files left out" in line
     tokenizer = tokenizers.Tokenizer.from_file(str(packed / "tokenizer.json"))
     index = json.loads((packed / "text.json").read_text())
-    read = [np.fromfile(shard_path(packed, "train", shard), np.uint16) for shard in range(len(index["crc32s"]["train"]))]
+    read = [
+        np.fromfile(shard_path(packed, "train", shard), np.uint16) for shard in range(len(index["crc32s"]["train"]))
+    ]
     assert [len(shard) for shard in read[:-1]] == [1000] * (len(read) - 1)
     words = Counter(tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split())
     assert words.keys() == {word.lower() for word in WORDS}  # whole words, of lower case, none unknown
@@ -69,13 +71,13 @@ def test_a_damaged_shard_is_found(text, tmp_path):
     made.check()
     path = shard_path(tmp_path, "val", 0)
     path.write_bytes(path.read_bytes()[:-2] + b"\0\1")
-    with pytest.raises(ValueError, match="val-00000.bin is not what was packed"):
+    with pytest.raises(ValueError, match=r"val-00000\.bin is not what was packed"):
         made.check()
 
 
 def test_sequences_of_any_length_are_the_text_in_its_order(packed):
     """Two lengths over the same shards, whose ends fall within sequences."""
-    whole = [np.concatenate([one for one in Sequences(packed, "train", length)]) for length in (9, 130)]
+    whole = [np.concatenate(list(Sequences(packed, "train", length))) for length in (9, 130)]
     shortest = min(map(len, whole))
     assert shortest > 2000
     assert np.array_equal(whole[0][:shortest], whole[1][:shortest])
@@ -136,7 +138,9 @@ def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
     with pytest.raises(ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary of"):
         TextDataModule(root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0)
     with pytest.raises(ValueError, match=r"must be a folder that was packed to its end"):
-        TextDataModule(root=os.path.dirname(sys.executable), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0)
+        TextDataModule(
+            root=os.path.dirname(sys.executable), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
+        )
 
 
 def test_the_text_of_python_is_found():
