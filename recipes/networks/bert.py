@@ -74,7 +74,7 @@ class Bert(nn.Module):
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
         """Return the logits of the hidden tokens, `"hidden num_classes"`; `text` as in `datasets.text.TextLoader`."""
         tokens, places = text
-        states = self.network.bert(input_ids=tokens).last_hidden_state.flatten(0, 1)
+        states = self.network.bert(tokens).last_hidden_state.flatten(0, 1)
         logits: Tensor = self.network.cls(states[places])
         return logits
 

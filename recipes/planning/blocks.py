@@ -149,9 +149,10 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    # The children of the network, and in place of an nn.Sequential its children.
-    for name, child in module.named_children():
-        if isinstance(child, nn.Sequential):
+    # The children of the network, and in place of an nn.Sequential, or of an only child, its children.
+    children = dict(module.named_children())
+    for name, child in children.items():
+        if isinstance(child, nn.Sequential) or (len(children) == 1 and list(child.children())):
             yield from _units(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
