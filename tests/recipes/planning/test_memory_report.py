@@ -248,7 +248,7 @@ def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent(
     small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     found = [row("cpu", 16, 64, intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (0, 1)]
     assert all(0.95 < each["ratio"] < 1.05 for each in found), found
-    assert found[1]["measured_bytes"] < 0.5 * found[0]["measured_bytes"]
+    assert found[1]["measured_bytes"] < 0.6 * found[0]["measured_bytes"]
     with WithoutValues():
         network = Bert(**small)
     assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
