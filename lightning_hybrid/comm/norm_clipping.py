@@ -45,22 +45,15 @@ def clip_by_norm_over_slices(
     As `torch.nn.utils.clip_grad_norm_` of whole layers, but for the order of additions. Every rank of `group`, which
     shares the layers, must call it. `slices`: parameters by `id`.
     """
-    by_id = {
-        id(param): param.grad for each in optimizer.param_groups for param in each["params"] if param.grad is not None
-    }
-    if not by_id:
+    parameters = [one for each in optimizer.param_groups for one in each["params"] if one.grad is not None]
+    if not parameters:
         return
-    gradients = list(by_id.values())
-    norms = list(zip(by_id, torch._foreach_norm(gradients), strict=True))
-    of_slices, of_wholes = (
-        torch.stack([torch.zeros_like(norms[0][1]), *some]).double().square().sum()
-        for some in (
-            [norm for key, norm in norms if key in slices],
-            [norm for key, norm in norms if key not in slices],
-        )
-    )
+    gradients = [one.grad for one in parameters]
+    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    is_slice = torch.tensor([id(one) in slices for one in parameters], device=squares.device)
+    of_slices = squares.where(is_slice, 0).sum()
     dist.all_reduce(of_slices, group=group)
-    _scale_(gradients, (of_wholes + of_slices).sqrt().float(), clip_val)
+    _scale_(gradients, (of_slices + squares.where(~is_slice, 0).sum()).sqrt().float(), clip_val)
 
 
 def _scale_(gradients: list[Tensor], norm: Tensor, clip_val: float) -> None:

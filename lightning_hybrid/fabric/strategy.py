@@ -25,7 +25,7 @@ from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin, averages_now, has_optimizer
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.strategy.arguments import refuse_slices, refuse_what_is_not_averaged, with_masters
+from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, with_masters
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.training_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
@@ -175,7 +175,6 @@ class FabricHybridAllReduce(_Base):
             half.connect_averaging(partial(averages_now, self._wrapper_of))
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-        refuse_slices(module)
         self._comm.find_plan(module)
         wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.

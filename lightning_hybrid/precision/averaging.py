@@ -107,3 +107,11 @@ class _PartsOfAverage(nn.Module):
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         return self.of.module.buffers()
+
+
+def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:
+    """Return the copies of a module that callbacks such as EMA keep."""
+    names = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
+    kinds = tuple(kind for name in names for kind in lightning_types(name))
+    found = (getattr(one, "_average_model", None) for one in callbacks if isinstance(one, kinds))
+    return [one.module if isinstance(one, AveragedModel) else one for one in found if one is not None]

@@ -151,13 +151,14 @@ class DirectSteps:
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
     """Lend the optimizer attributes for the time of a step or a fit, as `torch.amp.GradScaler` does."""
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
+    before = {name: value for name, value in vars(optimizer).items() if name in attributes}
+    vars(optimizer).update(attributes)
     try:
         yield
     finally:
         for name in attributes:
             delattr(optimizer, name)
+        vars(optimizer).update(before)
 
 
 def refuse_own_references(optimizer: Optimizer) -> None:

@@ -161,21 +161,6 @@ def with_own_names(advice: str, strategy_type: str) -> str:
     return advice.replace("strategy=DDPStrategy(", f"strategy={strategy_type}(")
 
 
-def refuse_slices(module: nn.Module) -> None:
-    """Check that no layers are slices before the strategy cuts some: they would be taken for whole ones.
-
-    Raises:
-        ValueError: names the layer.
-    """
-    for name, layer in module.named_modules():
-        if hasattr(layer, "slice_group"):
-            raise ValueError(
-                f"`{name}` (={type(layer).__name__}) must be a whole layer: strategy={STRATEGY_NAME!r} cuts layers "
-                "itself, so that loss scale, trust ratios and checkpoints are of whole tensors. Leave the layer as it "
-                "is and name it in `node_slices`, as strategy/node_slices/sliced_linear.py shows."
-            )
-
-
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Check that `module` has every parameter that an optimizer trains: DDP would not average others.
 

@@ -31,7 +31,6 @@ CURES = {
     # options
     "adasum": _MEAN,
     "local steps": _MEAN,
-    "narrow sums": "leave `strategy.between_nodes.dtype` out",
     "codec": "leave `strategy.between_nodes.dtype` out, or set it to float16",
     "error feedback": "leave `strategy.between_nodes.error_feedback` out",
     "shard update": "leave `strategy.shard_update` out",
@@ -51,15 +50,13 @@ CURES = {
     "manual optimization": "return the loss from `training_step`",
     "manual steps": "take 32-true or bf16-true",
     "SyncBatchNorm": "leave trainer.sync_batchnorm out",
-    "compiled": "leave torch.compile out (in recipes compile=false)",
     "ModelPruning": "prune before or after training",
     "pruned slices": "give it other layers by `parameters_to_prune`",
     "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "set strategy.num_microbatches",
-    "whole tensors": "take LARS, LAMB or one of torch's that treat elements one by one "
+    "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
-    "orthogonal": 'take direction="momentum"',
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss of the pairs of a micro-batch",
 }
@@ -106,19 +103,16 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
-        *(
-            (name, "node slices", _WHOLE)
-            for name in ("pipeline", "shard update", "adasum", "narrow sums", "local steps")
-        ),
+        *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
         # with what the run has
         ("unequal nodes", "local steps", "each node counts as much in the average"),
         ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
         ("unequal nodes", "node slices", "a slice is the same on every node"),
         ("precision", "shard update", f"the update is shared with {_PROVED}"),
-        ("precision", "node slices", f"all slices get one verdict on overflow with {_PROVED}"),
         ("precision", "pipeline", f"{_PROVED} alone are proved against accumulation"),
         ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
         ("gradient scaler", "error feedback", _RULE_OF_SCALE),
+        ("gradient scaler", "node slices", "Lightning's loss scale would part between ranks, each with other slices"),
         ("manual steps", "error feedback", _SEVERAL),
         ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
         ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
@@ -128,18 +122,14 @@ EXCLUDED = tuple(
             "local steps",
             "it waits for all ranks in every forward; statistics are averaged with weights",
         ),
-        ("compiled", "node slices", "ranks talk in the middle of its forward"),
         ("ModelPruning", "local steps", "each node would prune by its own weights"),
         ("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
         ("pruned slices", "node slices", "its masks are as large as whole weights"),
         ("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
-        ("StochasticWeightAveraging", "node slices", "its copy has whole layers, and each rank slices to add to it"),
         ("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
         ("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
         ("whole tensors", "shard update", _RULES),
         ("whole tensors", "node slices", _RULES),
-        ("orthogonal", "shard update", "it needs whole matrices; without sharing, ranks of a node divide its work"),
-        ("orthogonal", "node slices", "it needs whole matrices"),
         ("two owners", "shard update", "a part of it can stand in one of them only"),
     )
 )
@@ -171,7 +161,6 @@ def in_options(
     found = {
         "adasum": (isinstance(between_nodes, Adasum), between),
         "local steps": (isinstance(between_nodes, LocalSteps), between),
-        "narrow sums": (wire is not None, between),
         "codec": (isinstance(wire, Codec), between),
         "error feedback": (isinstance(wire, Codec) and wire.error_feedback, between),
         "shard update": (shard_update == "node", "`shard_update` (='node')"),
@@ -203,11 +192,8 @@ def in_module(module: nn.Module) -> dict[str, str]:
     """Return what of the layers excludes options."""
     found = {}
     for name, layer in module.named_modules():
-        text = f"`{name or 'the module'}` (={type(layer).__name__})"
         if isinstance(layer, nn.SyncBatchNorm):
-            found["SyncBatchNorm"] = text
-        if hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
-            found.setdefault("compiled", f"{text}, which is compiled,")
+            found["SyncBatchNorm"] = f"`{name or 'the module'}` (={type(layer).__name__})"
     return found
 
 
@@ -233,7 +219,7 @@ def in_optimizers(optimizers: Iterable[Optimizer], *, of: Container[int] | None 
         if groups and type(optimizer) not in ELEMENTWISE and not hasattr(optimizer, "parts"):
             found.setdefault("whole tensors", f"`optimizer` (={type(optimizer).__name__})")
         if any(group.get("direction") == "orthogonal" for group in groups):
-            found["orthogonal"] = '`direction` (="orthogonal")'
+            found["whole tensors"] = '`direction` (="orthogonal")'
         for parameter in (one for group in groups for one in group["params"]):
             if (first := owners.setdefault(id(parameter), place)) != place:
                 shape = tuple(parameter.shape)

@@ -24,7 +24,6 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
     refuse_nothing_to_train,
-    refuse_slices,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
     with_masters,
@@ -243,7 +242,6 @@ class HybridAllReduce(_Base):
         """Set up as DDP, after checking that there is something to train."""
         if trainer.state.fn == "fit":
             refuse_nothing_to_train(self._module)
-            refuse_slices(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._extensions = made_for(self)

@@ -14,14 +14,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
-from lightning_hybrid.lightning_names import is_overridden, lightning_types
+from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import broadcast_first_
-from lightning_hybrid.precision.averaging import masters_of
+from lightning_hybrid.precision.averaging import averages_of, masters_of
 from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
@@ -313,13 +312,8 @@ def _other_buffers(fit: RunningFit) -> list[Tensor]:
 
 
 def _moving_averages(fit: RunningFit) -> list[Tensor]:
-    # Of callbacks such as EMA.
-    kinds = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
-    types = tuple(chain.from_iterable(map(lightning_types, kinds)))
-    callbacks = [one for one in fit.trainer.callbacks if isinstance(one, types)]
-    averages = [getattr(one, "_average_model", None) for one in callbacks]
-    models = [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
-    tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in models)
+    averages = averages_of(fit.trainer.callbacks)
+    tensors = chain.from_iterable((*one.parameters(), *_statistics_of(one)) for one in averages)
     return [one.detach() for one in tensors if one.is_floating_point()]
 
 

@@ -11,20 +11,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
-from lightning_hybrid.lightning_names import lightning_types
-from lightning_hybrid.precision.averaging import masters_of
+from lightning_hybrid.precision.averaging import averages_of, masters_of
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import (
     in_callbacks,
-    in_module,
     in_nodes,
     in_optimizers,
     in_precision,
     refuse_excluded,
 )
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.node_slices.refusals import refuse_layers, refuse_unknown_names, without_odd_heads
-from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit, requested_layers
+from lightning_hybrid.strategy.node_slices.layer_plans import requested_layers
+from lightning_hybrid.strategy.node_slices.refusals import refuse_layers
+from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 
 
 def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExtension | None:
@@ -34,21 +33,19 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
         ValueError: options, callbacks, nodes or layers do not fit.
     """
     module, topology, layers = fit.module, fit.topology, requested_layers(fit.module)
-    asked = {**asked, "node slices": f"`node_slices` (={layers})"}
-    refuse_excluded(asked | in_precision(fit.precision) | in_module(module))
-    refuse_unknown_names(module, layers)
+    asked = {**asked, "node slices": f"`node_slices` (={layers!r:.90})"}
+    refuse_excluded(asked | in_precision(fit.precision))
     cut = [module.get_submodule(name) for names in layers for name in names]
     refuse_excluded(asked | in_callbacks(fit.trainer.callbacks, cut=cut) | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
-            f"`node_slices` (={layers}) cuts nothing: every node has one rank. Leave it out (in recipes "
+            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out (in recipes "
             "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
             "share one)."
         )
         return None
-    layers = without_odd_heads(module, layers, num_slices=len(topology.node))
     refuse_layers(module, layers, num_slices=len(topology.node))
-    return NodeSlicesExtension(layers) if layers else None
+    return NodeSlicesExtension(layers)
 
 
 class NodeSlicesExtension(FitExtension):
@@ -69,12 +66,10 @@ class NodeSlicesExtension(FitExtension):
 
     def before_optimizers(self, fit: FitContext) -> None:
         """Cut the layers. Collective."""
-        averaging = lightning_types("pytorch.callbacks.WeightAveraging")
-        averages = [one._average_model for one in fit.trainer.callbacks if isinstance(one, averaging)]
         self._slices = SlicedFit(
             fit.module,
             self._layers,
-            averages=[average.module for average in averages if average is not None],
+            averages=averages_of(fit.trainer.callbacks),
             topology=fit.topology,
             timeout=fit.timeout,
             is_synced=not fit.ddp_options.get("init_sync", True),

@@ -3,88 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-
-def refuse_unknown_names(module: nn.Module, layers: Sequence[tuple[str, ...]]) -> None:
-    """Check that every name is that of a layer.
-
-    Raises:
-        ValueError: with the names that there are.
-    """
-    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    for name in (name for names in layers for name in names):
-        if name not in known:
-            linear = [each for each, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-            raise ValueError(
-                f"`{name}` in `node_slices` (={list(layers)}) must be the name of a layer, as the network registers "
-                f"it, and {type(module).__name__} has none of this name. Its linear layers are "
-                f"{', '.join(linear) or 'none'}: write one of these, or leave the name out."
-            )
-
-
-def without_odd_heads(
-    module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int
-) -> list[tuple[str, ...]]:
-    """Leave out heads whose classes do not divide, with a warning: the data decides on their number."""
-    found = []
-    for names in layers:
-        classes = getattr(module.get_submodule(names[0]), "out_features", 0) if len(names) == 1 else 0
-        if classes % num_slices:
-            rank_zero_warn(
-                f"`{names[0]}` has {classes} classes, which do not divide by the {num_slices} ranks of a node: every "
-                "rank has it whole. Other layers of `node_slices` are cut."
-            )
-        else:
-            found.append(names)
-    return found
+_KINDS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_PLAIN = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
+_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")  # that need whole tensors
 
 
 def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int) -> None:
-    """Check that each layer is a linear one of its own, whose features divide.
+    """Check that all that is to be cut can be.
 
     Raises:
         ValueError: names the layer.
     """
-    uses = [id(layer) for _, layer in module.named_modules(remove_duplicate=False)]
-    owners = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
-    for names in layers:
-        if len(names) not in (1, 2):
+    names = {layer: name for name, layer in module.named_modules()}
+    rows, others = list[nn.Module](), list[nn.Module]()
+    for group in layers:
+        if len(group) not in (1, 2):
             raise ValueError(
-                f"`node_slices` (={names}) must have groups of two names, which are a pair, or of one, a head: the "
-                'first and the second layer of a pair are cut in different ways. Write (("fc6", "fc7"), ("fc8",)).'
+                f"`node_slices` (={group}) must have groups of two names, which are a pair, or of one: the first and "
+                'the second layer of a pair are cut in different ways. Write (("fc6", "fc7"), ("fc8",)).'
             )
-        for place, name in enumerate(names):
-            layer = module.get_submodule(name)
-            if type(layer) is not nn.Linear:
+        first, last = module.get_submodule(group[0]), module.get_submodule(group[-1])
+        columns: list[nn.Module] = [one for one in first.modules() if type(one) is nn.Linear]
+        columns = columns or [first]
+        others += columns
+        if len(group) == 2:
+            rows.append(last)
+            _refuse_pair(first, columns, last, group, num_slices)
+    for layer in (*others, *rows):
+        _refuse_layer(layer, names[layer])
+    _refuse_ties(names, rows, others)
+
+
+def _refuse_layer(layer: nn.Module, name: str) -> None:
+    held = [*_held(layer), *(option for option in _OPTIONS if getattr(layer, option, None))]
+    if type(layer) not in _KINDS or not _PLAIN.issuperset(held) or "sliced" in vars(layer):
+        raise ValueError(
+            f"`{name}` (={type(layer).__name__} with {', '.join(held)}) must be a torch.nn.Linear, Embedding or "
+            "MultiheadAttention to be cut by `node_slices`, exactly that, whole and with plain parameters: a subclass, "
+            "pruning, `weight_norm` or such an option needs whole tensors. Leave its name out."
+        )
+
+
+def _refuse_pair(
+    first: nn.Module, columns: Sequence[nn.Module], last: nn.Module, group: tuple[str, ...], num_slices: int
+) -> None:
+    inside = {id(one) for layer in columns for one in layer.parameters()}
+    if [one for one in first.parameters() if id(one) not in inside]:
+        raise ValueError(
+            f"`{group[0]}` (={type(first).__name__}) must have no parameters but those of its linear layers to be cut "
+            "by `node_slices`: a rank would know of others only what its slice says. Name a pair within it."
+        )
+    heads: Any = next((getattr(first, one) for one in ("num_heads", "num_attention_heads") if hasattr(first, one)), 0)
+    wide = {getattr(one, "out_features", getattr(one, "embed_dim", 0)) for one in columns}
+    features: Any = getattr(last, "in_features", 0)
+    if wide != {features} or features % num_slices or heads % num_slices:
+        raise ValueError(
+            f"`out_features` of `{group[0]}` (={', '.join(map(str, wide))}{f' in {heads} heads' * bool(heads)}) must "
+            f"be a multiple of the {num_slices} ranks of a node, as its heads, and `in_features` of `{group[1]}` "
+            f"(={features}): each rank computes on with what it has. Change them, or leave the names out."
+        )
+
+
+def _refuse_ties(names: dict[nn.Module, str], rows: list[nn.Module], others: list[nn.Module]) -> None:
+    places = [id(one) for layer in (*rows, *others) for one in _held(layer).values() if one.dim() > 1]
+    of_rows = {id(one) for layer in rows for one in _held(layer).values() if one.dim() > 1}
+    for layer, name in names.items():
+        for one in _held(layer).values():
+            is_cut = layer in rows or layer in others
+            if id(one) in places and (not is_cut or (id(one) in of_rows and places.count(id(one)) > 1)):
                 raise ValueError(
-                    f"`{name}` (={type(layer).__name__}) must be a torch.nn.Linear to be cut by `node_slices`, and "
-                    "exactly that: a subclass may use its weight in other ways. Leave its name out."
+                    f"`{name}` (={type(layer).__name__}) must not share its weight with a layer that `node_slices` "
+                    "cuts in another way, or not at all: it would compute with a slice. Untie it, or leave names out."
                 )
-            if not {"weight"} <= (held := dict(layer.named_parameters())).keys() <= {"weight", "bias"}:
-                raise ValueError(
-                    f"`{name}` (with the parameters {', '.join(held) or 'none'}) must have its weight and bias as "
-                    "plain parameters to be cut by `node_slices`: pruning, `weight_norm` and `spectral_norm` compute "
-                    "them anew from whole tensors. Remove these from the layer, or leave its name out."
-                )
-            parameters = list(held.values())
-            if uses.count(id(layer)) > 1 or any(owners.count(id(one)) > 1 for one in parameters):
-                raise ValueError(
-                    f"`{name}` must be in one place to be cut by `node_slices`: the layer or its weight is used in "
-                    "another as well, which would compute with a slice. Untie it, or leave its name out."
-                )
-            kind = ("in_features", "out_features")[place == 0]
-            if (features := getattr(layer, kind)) % num_slices:
-                raise ValueError(
-                    f"`{kind}` of `{name}` (={features}) must be a multiple of the {num_slices} ranks of a node: each "
-                    f"holds as many. The next that fits is {-(-features // num_slices) * num_slices}."
-                )
-        if len(names) == 2:
-            first, second = (module.get_submodule(name) for name in names)
-            if first.out_features != second.in_features:
-                raise ValueError(
-                    f"`out_features` of `{names[0]}` (={first.out_features}) must be `in_features` of `{names[1]}` "
-                    f"(={second.in_features}): each rank computes on with the features that it has."
-                )
+
+
+def _held(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: one for name, one in layer._parameters.items() if one is not None}

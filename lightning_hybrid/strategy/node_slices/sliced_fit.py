@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
@@ -21,46 +22,50 @@ from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, w
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
+from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
+from lightning_hybrid.strategy.node_slices.sliced_layers import (
+    ColumnLinear,
+    Entrance,
+    HeadsAttention,
+    RowLinear,
+    Slice,
+    SlicedLayer,
+)
+from lightning_hybrid.strategy.node_slices.vocabulary import VocabularyEmbedding, VocabularyHead
 
 # How long the ranks of a node may come to a user's `state_dict()` one after another. Our choice: what they do between
 # two collectives takes less, and a call on one rank alone is to be an error before its user looks for another cause.
 STATE_LIMIT_S = 20.0
 
 
-def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers that networks in `module` ask to be cut by `node_slices`: names in `module`, pairs and heads.
-
-    >>> module = nn.Sequential(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)))
-    >>> module[0].node_slices = (("0", "2"),)
-    >>> requested_layers(module)
-    [('0.0', '0.2')]
-    """
-    return [
-        tuple(f"{prefix}.{name}" if prefix else name for name in names)
-        for prefix, network in module.named_modules()
-        for names in getattr(network, "node_slices", ())
-    ]
-
-
-def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], group: dist.ProcessGroup) -> list[Any]:
-    """Put cut layers in the place of those of `module`, over a group; return them."""
-    from lightning_hybrid.strategy.node_slices.sliced_linear import (  # here: only a run that cuts needs it
-        ColumnSlicedLinear,
-        RankNumbers,
-        RowSlicedLinear,
-        SlicedHead,
-    )
-
-    found: list[Any] = []
+def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks) -> list[SlicedLayer]:
+    """Cut layers of `module`, as of `requested_layers`, in place; return what each does that holds a slice."""
+    found: dict[nn.Module, SlicedLayer] = {}
     for names in layers:
-        some: list[Any] = [module.get_submodule(name) for name in names]
-        kinds = (SlicedHead,) if len(some) == 1 else (ColumnSlicedLinear, RowSlicedLinear)
-        numbers = RankNumbers() if len(some) == 2 else None
-        for name, layer, kind in zip(names, some, kinds, strict=True):
-            found.append(cut := kind.cut_(layer, group=group))
-            cut.numbers = numbers
-            module.set_submodule(name, cut)
-    return found
+        first, last = module.get_submodule(names[0]), module.get_submodule(names[-1])
+        entrance = Entrance(ranks)
+        if len(names) == 1:
+            found[first] = (VocabularyEmbedding if isinstance(first, nn.Embedding) else VocabularyHead)(first, entrance)
+            continue
+        if isinstance(first, nn.MultiheadAttention):
+            found[first] = HeadsAttention(first, entrance)
+        else:
+            found |= {one: ColumnLinear(one, entrance) for one in first.modules() if type(one) is nn.Linear}
+            ranks.handles.append(first.register_forward_pre_hook(entrance, with_kwargs=True))
+        found[last] = RowLinear(last, entrance)
+    slices: dict[int, Slice] = {}
+    for layer, sliced in found.items():
+        for name, dim in sliced.dims.items():
+            if (parameter := layer._parameters[name]) is not None and id(parameter) not in slices:
+                one = Slice.of(parameter, dim, ranks, num_blocks=sliced.num_blocks)
+                slices[id(parameter)], parameter.data = one, one.own_of(parameter.detach())
+    for layer in module.modules():
+        held = {name: slices[id(one)] for name, one in layer._parameters.items() if id(one) in slices}
+        if held:
+            found.setdefault(layer, SlicedLayer(layer, Entrance(ranks))).slices = held
+    for sliced in found.values():
+        sliced.begin()
+    return list(found.values())
 
 
 class SlicedFit:
@@ -87,41 +92,34 @@ class SlicedFit:
         timeout: timedelta | None,
         is_synced: bool,
     ) -> None:
-        names = [name for some in layers for name in some]
+        self.topology, self.names = topology, [name for some in layers for name in some]
         if not is_synced:
-            wholes = [p.detach() for name in names for p in module.get_submodule(name).parameters()]
-            broadcast_first_(wholes)
-        self.topology, self.names = topology, names
+            wholes = (p.detach() for name in self.names for p in module.get_submodule(name).parameters())
+            broadcast_first_(list({id(one): one for one in wholes}.values()))
         self.node = new_node_group(topology, timeout=timeout, desc="slices")
         self.across: Any = None
         if topology.num_nodes > 1:
             self.across = own_group(topology.partition("across"), timeout=timeout, desc="equal slices")
         self.is_aborted = False  # whether a failure has ended the groups
-        self._wholes = [(each, name, each.get_submodule(name)) for each in (module, *averages) for name in names]
-        self._all_layers = [one for each in (module, *averages) for one in cut_(each, layers, self.node)]
-        self._layers = self._all_layers[: len(names)]
-        self._cut: dict[int, tuple[Any, str]] = {}  # by id of a parameter: its layer, and its name there
-        ignored = []
-        for prefix, layer in zip(names, self._layers, strict=True):
-            for name in layer.sliced:
-                if (parameter := getattr(layer, name)) is not None:
-                    self._cut[id(parameter)] = layer, name
-                    ignored.append(f"{prefix}.{name}")
+        self._ranks = NodeRanks(self.node)
+        self._layers = cut_(module, layers, self._ranks)
+        self._all_layers = [*self._layers, *(one for each in averages for one in cut_(each, layers, self._ranks))]
+        held = [(getattr(each.layer, name), one) for each in self._layers for name, one in each.slices.items()]
+        self._parameters = {id(parameter): parameter for parameter, _ in held}
+        self._slices = {id(parameter): one for parameter, one in held}
+        everywhere = module.named_parameters(remove_duplicate=False)
         self._lent = ExitStack()
-        self._lent.enter_context(ignored_by_ddp(module, ignored))
+        self._lent.enter_context(ignored_by_ddp(module, [name for name, one in everywhere if id(one) in self._slices]))
         self._gradients: SliceGradients | None = None
         self.is_saving = False  # the strategy, which does so on all ranks, however late one is
         self._num_states = 0
         fits = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
         self._store = private_store(f"lightning_hybrid/slices/{fits}")
-        # Not bound methods, which a copy of a layer would copy with the groups that they hold.
-        self._meetings = [
-            layer.register_state_dict_pre_hook(lambda layer, *_: self._meet(layer)) for layer in self._all_layers
-        ]
+        self._ranks.meet = self._meet
 
     def __contains__(self, key: object) -> bool:
         """Return whether the parameter of this `id` is cut."""
-        return key in self._cut
+        return key in self._slices
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -134,14 +132,10 @@ class SlicedFit:
         averages: Callable[[], bool],
     ) -> None:
         """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
-        self._gradients = SliceGradients(
-            [getattr(layer, name) for layer, name in self._cut.values()],
-            across=self.across,
-            comm_dtype=comm_dtype,
-            averages=averages,
-        )
+        slices = self._parameters.values()
+        self._gradients = SliceGradients(slices, across=self.across, comm_dtype=comm_dtype, averages=averages)
         for optimizer in optimizers:
-            cut = [one for one in parameters_of(optimizer) if id(one) in self._cut]
+            cut = [one for one in parameters_of(optimizer) if id(one) in self._slices]
             if not cut or not hasattr(optimizer, "parts"):
                 continue
             parts = dict[Tensor, Part]()
@@ -155,7 +149,7 @@ class SlicedFit:
     @property
     def frozen(self) -> set[int]:
         """The slices that do not train now, by `id`: no gradient of theirs is averaged in this fit."""
-        return {key for key, (layer, name) in self._cut.items() if not getattr(layer, name).requires_grad}
+        return {key for key, parameter in self._parameters.items() if not parameter.requires_grad}
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks of the node, in place. Collective."""
@@ -173,26 +167,26 @@ class SlicedFit:
         self.drop()  # those from before first: memory is to hold one copy
         for layer in self._layers:
             layer.gather()
+        self._ranks.is_whole = True
 
     def drop(self) -> None:
         """Let layers compute with slices again."""
+        self._ranks.is_whole = False
         for layer in self._layers:
             layer.drop()
 
     @contextmanager
     def own_state(self) -> Iterator[None]:
         """Let state dicts hold the slices of this rank, and ask no other."""
-        for layer in self._all_layers:
-            layer.is_own_state = True
+        self._ranks.is_own_state = True
         try:
             yield
         finally:
-            for layer in self._all_layers:
-                layer.is_own_state = False
+            self._ranks.is_own_state = False
 
-    def _meet(self, layer: Any) -> None:
+    def _meet(self) -> None:
         # Before ranks gather a state for a user, who may have called it on one of them alone.
-        if self.is_saving or layer.is_own_state:
+        if self.is_saving:
             return
         self._num_states += 1
         self._store.set(f"{self._num_states}/{self.topology.rank}", "")
@@ -208,30 +202,17 @@ class SlicedFit:
 
     def whole_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return a state dict of `optimizer` with whole tensors, on every rank. Collective."""
-        return with_entries(state, optimizer, self._whole_entry)
+        return with_entries(state, optimizer, partial(self._entry, to_whole=True))
 
     def cut_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return a whole state dict with the slices of this rank."""
-        return with_entries(state, optimizer, self._own_entry)
+        return with_entries(state, optimizer, partial(self._entry, to_whole=False))
 
-    def _whole_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        if id(parameter) not in self._cut:
+    def _entry(self, parameter: Tensor, entry: dict[str, Any], *, to_whole: bool) -> dict[str, Any]:
+        if (one := self._slices.get(id(parameter))) is None:
             return entry
-        layer, name = self._cut[id(parameter)]
-        return {
-            key: layer.whole_of(name, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
-            for key, value in entry.items()
-        }
-
-    def _own_entry(self, parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        if id(parameter) not in self._cut:
-            return entry
-        layer, name = self._cut[id(parameter)]
-        shape = (layer.out_features, layer.in_features) if name == "weight" else (layer.out_features,)
-        return {
-            key: layer.own_of(name, value) if isinstance(value, Tensor) and value.shape == shape else value
-            for key, value in entry.items()
-        }
+        shape, change = (parameter.shape, one.whole_of) if to_whole else (one.shape, one.own_of)
+        return {k: change(v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in entry.items()}
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +220,7 @@ class SlicedFit:
         """Give module and optimizers back what was taken; with `is_whole` both are whole again. Collective then."""
         if self._gradients is not None:
             self._gradients.remove()
-        for handle in self._meetings:
+        for handle in self._ranks.handles:
             handle.remove()
         self.drop()
         try:
@@ -254,11 +235,10 @@ class SlicedFit:
     def _make_whole(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
-                if id(parameter) in self._cut and parameter in optimizer.state:
-                    optimizer.state[parameter] = self._whole_entry(parameter, optimizer.state[parameter])
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = self._entry(parameter, optimizer.state[parameter], to_whole=True)
+        held = ((getattr(layer.layer, name), one) for layer in self._all_layers for name, one in layer.slices.items())
+        for parameter, one in {id(pair[0]): pair for pair in held}.values():  # each once, also where it is tied
+            parameter.grad, parameter.data = None, one.whole_of(parameter.detach())
         for layer in self._all_layers:
-            for parameter in layer.parameters():
-                parameter.grad = None
-            layer.make_whole_()
-        for module, name, layer in self._wholes:
-            module.set_submodule(name, layer)
+            layer.end()

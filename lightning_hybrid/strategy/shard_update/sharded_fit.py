@@ -59,7 +59,7 @@ class ShardedFit:
                     optimizer.state[parameter] = cut(optimizer.state[parameter], pair)
             if hasattr(optimizer, "parts"):
                 pairs = [pair for pair in self.weights.of(optimizer) if isinstance(pair, MasterShard | WeightShard)]
-                parts = {pair.master: pair.part for pair in pairs}
+                parts = {**(optimizer.parts or {}), **{pair.master: pair.part for pair in pairs}}  # slices' too
                 self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_))
         self._direct_steps: list[DirectSteps] = []
         self._step: MasterStep | None = None
@@ -71,7 +71,9 @@ class ShardedFit:
     def _cut_parameters(self, topology: Topology) -> None:
         self._place = rank, num_parts = topology.local_rank, len(topology.node)
         found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
-        large = [p for p in found if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
+        # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of.
+        same = [parameter for parameter in found if not getattr(parameter, "_ddp_ignored", False)]
+        large = [p for p in same if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
         owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
         for parameter, own in zip(owned, spans_by_rank([p.numel() for p in owned], num_parts), strict=True):
             pair = self.weights.pair_of(parameter)

@@ -20,12 +20,12 @@ NUM_IMAGES, NUM_INPUTS, NUM_CLASSES = 6, 12, 8
 class Net(nn.Module):
     """A normalised trunk, a pair as fc6 and fc7, and a head."""
 
-    def __init__(self, is_cut=True, dropout=0.0):
+    def __init__(self, is_cut=True, dropout=0.0, width=10):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.trunk = nn.Sequential(nn.Linear(NUM_INPUTS, 10, bias=False), nn.BatchNorm1d(10), nn.Tanh())
-            self.fc6, self.fc7, self.fc8 = nn.Linear(10, 16), nn.Linear(16, 14), nn.Linear(14, NUM_CLASSES)
+            self.trunk = nn.Sequential(nn.Linear(NUM_INPUTS, width, bias=False), nn.BatchNorm1d(width), nn.Tanh())
+            self.fc6, self.fc7, self.fc8 = nn.Linear(width, 16), nn.Linear(16, 14), nn.Linear(14, NUM_CLASSES)
         self.dropout = nn.Dropout(dropout)
         self.node_slices = (("fc6", "fc7"), ("fc8",)) if is_cut else ()
 
@@ -36,9 +36,9 @@ class Net(nn.Module):
 
 
 class Module(pl.LightningModule):
-    def __init__(self, make_optimizer, is_cut=True, overflows=(), dropout=0.0, penalty=0.0):
+    def __init__(self, make_optimizer, is_cut=True, overflows=(), dropout=0.0, penalty=0.0, width=10):
         super().__init__()
-        self.net = Net(is_cut, dropout)
+        self.net = Net(is_cut, dropout, width)
         self.make_optimizer, self.overflows, self.penalty = make_optimizer, overflows, penalty
 
     def training_step(self, batch, batch_idx):

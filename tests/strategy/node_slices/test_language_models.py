@@ -1,0 +1,194 @@
+"""Transformers cut over the ranks of a node: attention by heads, feed-forward by features, both ends by tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_hybrid import Comm
+from lightning_hybrid.optim import LAMB, LARS, param_groups
+from lightning_hybrid.strategy.node_slices.vocabulary import token_losses
+from tests import scenes
+from tests.scenes import Saves, same, this_rank
+from tests.strategy.node_slices.sliced import adamw, sgd
+
+LONG = pytest.mark.long
+OF_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+# Relative; over 20 steps sums are added in another order. Half precision rounds gradients by 5e-4 each.
+BOUNDS = {"64-true": 1e-10, "32-true": 1e-5, "16-true": 1e-3}
+# As many tokens as do not divide by four ranks, as the 30,522 of BERT.
+NUM_TOKENS, LENGTH, WIDTH, NUM_HEADS, PADDING, NUM_MASKED = 31, 6, 16, 4, 0, 2
+NUM_SEQUENCES, NUM_STEPS = 8, 20  # of all ranks; of a fit
+
+
+class Encoder(nn.Module):
+    """torch's layers, with places before and a tied head behind."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(NUM_TOKENS, WIDTH, padding_idx=PADDING)
+        self.places = nn.Parameter(0.5 * torch.randn(LENGTH, WIDTH))
+        layer = partial(nn.TransformerEncoderLayer, WIDTH, NUM_HEADS, 2 * WIDTH, 0.0, "gelu", norm_first=True)
+        self.encoder = nn.Sequential(*(layer(batch_first=batch_first) for _ in range(2)))
+        self.norm, self.decoder, self.batch_first = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_TOKENS), batch_first
+        self.decoder.weight = self.word_embeddings.weight
+
+    def tensor_plan(self):
+        return (("word_embeddings",), ("encoder",), ("decoder",))
+
+    def features(self, tokens):
+        x, padding, causal = self.word_embeddings(tokens) + self.places, tokens == PADDING, torch.ones(LENGTH, LENGTH)
+        x = x if self.batch_first else x.transpose(0, 1)
+        for layer in self.encoder:
+            x = layer(x, src_mask=causal.triu(LENGTH - 2).bool(), src_key_padding_mask=padding)
+        return self.norm(x if self.batch_first else x.transpose(0, 1))
+
+
+SEQUENCE_FIRST = partial(Encoder, batch_first=False)
+
+
+class Bert(nn.Module):
+    """The layers of `transformers`, with the head's own bias; activations are computed again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        import transformers
+
+        options = {"vocab_size": NUM_TOKENS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+        options |= {"num_attention_heads": NUM_HEADS, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+        options |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.bert = transformers.BertForMaskedLM(transformers.BertConfig(**options, initializer_range=0.1))
+        self.bert.activation_checkpointing_enable()
+
+    @property
+    def decoder(self):
+        return self.bert.cls.predictions.decoder
+
+    def features(self, tokens):
+        hidden = self.bert.bert(tokens, attention_mask=(tokens != PADDING)[:, None, None]).last_hidden_state
+        return self.bert.cls.predictions.transform(hidden)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, make_optimizer, is_cut=True, make_net=Encoder):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = make_net()
+        self.make_optimizer, self.losses = make_optimizer, []
+        self.node_slices = (("net",),) if is_cut else ()
+
+    def loss(self, batch):
+        tokens, targets = batch
+        return token_losses(self.net.decoder, self.net.features(tokens), targets).sum() / (len(tokens) * NUM_MASKED)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self)
+
+
+def lamb(module, fused=True):
+    return LAMB(param_groups(module, weight_decay=1e-2), lr=0.01, fused=fused, max_grad_norm=0.5)
+
+
+def lars(module):
+    return LARS(param_groups(module, weight_decay=1e-3), lr=0.1, trust_coefficient=0.1)
+
+
+def loader(num_steps=NUM_STEPS):
+    """Each rank's share of batches that are the same for all numbers of ranks."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, NUM_TOKENS, (num_steps, NUM_SEQUENCES, LENGTH), generator=generator)
+    tokens[:, ::3, -1:] = PADDING
+    targets = torch.full_like(tokens, -100)
+    targets[..., :NUM_MASKED] = tokens[..., :NUM_MASKED]
+    tokens[..., :NUM_MASKED] = NUM_TOKENS - 1  # in the last rank's slice
+    num_ranks = torch.distributed.get_world_size()
+    own = slice(this_rank() * NUM_SEQUENCES // num_ranks, (this_rank() + 1) * NUM_SEQUENCES // num_ranks)
+    pairs = zip(tokens[:, own].flatten(0, 1), targets[:, own].flatten(0, 1), strict=True)
+    return torch.utils.data.DataLoader(list(pairs), batch_size=NUM_SEQUENCES // num_ranks)
+
+
+def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_STEPS, **scene):
+    """What was seen of a fit of one epoch, on each rank."""
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options |= {"train": partial(loader, num_steps), "val": partial(loader, 1)}
+    options |= {"module": partial(Module, make_optimizer, is_cut, make_net)}
+    return scenes.fit(ranks, **options | scene)
+
+
+def mean_losses(seen):
+    """Of all ranks, by step."""
+    return [sum(some) / len(some) for some in zip(*(one.losses for one in seen), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "num_ranks", "scene"),
+    [
+        (lamb, "32-true", 2, {}),
+        (sgd, "64-true", 4, {"ranks_per_node": 2}),
+        (lars, "16-true", 2, {"make_net": SEQUENCE_FIRST}),
+        pytest.param(lamb, "32-true", 4, {"ranks_per_node": 2, "make_net": Bert}, marks=OF_TRANSFORMERS),
+        *[
+            pytest.param(*values, marks=LONG)
+            for values in (
+                *[(lamb, precision, 4, {"ranks_per_node": 2}) for precision in ("32-true", "16-true")],
+                (lamb, "64-true", 4, {}),
+                (sgd, "32-true", 4, {}),
+                (partial(lamb, fused=False), "32-true", 2, {}),
+                (adamw, "32-true", 2, {"gradient_clip_val": 0.1}),
+                (adamw, "32-true", 2, {"make_net": SEQUENCE_FIRST}),
+            )
+        ],
+    ],
+)
+def test_twenty_losses_are_those_of_the_whole_network_on_one_rank(
+    one_rank, rank_pool, optimizer, precision, num_ranks, scene
+):
+    scene = {"precision": precision} | scene | ({"loss_scale": 1024} if precision == "16-true" else {})
+    runs = (
+        fit(one_rank, optimizer, False, **scene | {"ranks_per_node": None}),
+        fit(rank_pool.ranks(num_ranks), optimizer, **scene),
+    )
+    whole, cut = ([*mean_losses(seen), seen[0].metrics["val"]] for seen in runs)
+    assert cut == pytest.approx(whole, rel=BOUNDS[precision])
+    assert whole[-2] < 0.99 * whole[0]
+
+
+@pytest.mark.parametrize(
+    ("make_net", "optimizer", "precision"),
+    [(Encoder, lamb, "16-true"), pytest.param(Bert, lamb, "32-true", marks=[LONG, OF_TRANSFORMERS])],
+)
+def test_a_checkpoint_goes_on_whole_and_cut_over_other_numbers_of_ranks(
+    two_ranks, four_ranks, tmp_path, make_net, optimizer, precision
+):
+    scene = {"make_net": make_net, "precision": precision, "num_steps": 6, "max_epochs": 2}
+    scene |= {"loss_scale": 1024} if precision == "16-true" else {}
+    paths = {is_cut: tmp_path / f"{is_cut}.ckpt" for is_cut in (False, True)}
+    straight = {
+        is_cut: fit(two_ranks, optimizer, is_cut, callbacks=[Saves(path, epoch=0)], **scene)
+        for is_cut, path in paths.items()
+    }
+    found = [torch.load(path, weights_only=True) for path in paths.values()]
+    shapes = [
+        tree_map_only(torch.Tensor, torch.Tensor.size, (one["state_dict"], one["optimizer_states"])) for one in found
+    ]
+    assert shapes[0] == shapes[1]
+    again = fit(two_ranks, optimizer, ckpt_path=paths[True], **scene)
+    assert same([again[0].weights, again[0].states], [straight[True][0].weights, straight[True][0].states])
+    for ranks, is_cut in ((two_ranks, False), (four_ranks, True)):
+        seen = fit(ranks, optimizer, is_cut, ckpt_path=paths[not is_cut], **scene)
+        assert mean_losses(seen)[-6:] == pytest.approx(mean_losses(straight[False])[-6:], rel=BOUNDS[precision])
