@@ -27,8 +27,8 @@ class LAMB(LayerwiseOptimizer):
         u  = M / (sqrt(V) + eps) + weight_decay * w
         q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
-    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) is |w|, or with
-    `weight_norm_bounds=(low, high)` the paper's min(max(|w|, low), high); None there is no bound.
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) is |w|, or the
+    paper's min(max(|w|, low), high) with `weight_norm_bounds=(low, high)`; 0 and inf bind nothing.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
     arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
@@ -76,7 +76,7 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
-        weight_norm_bounds: tuple[float | None, float | None] | None = None,
+        weight_norm_bounds: tuple[float, float] | None = None,
         trust_clip: float | None = None,
         max_grad_norm: float | None = None,
         excluded_lr_mult: float = 1.0,
@@ -102,7 +102,7 @@ class LAMB(LayerwiseOptimizer):
             require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
         require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
         require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
-        low, high = bounds_of(group)
+        low, high = group["weight_norm_bounds"] or (0.0, torch.inf)
         if not 0 <= low <= high or high == 0:
             raise ValueError(
                 f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.60}) must be (low, high), low <= high, "
@@ -186,7 +186,10 @@ class LAMB(LayerwiseOptimizer):
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
                 if self.shard_sums is not None:
                     norms = self.shard_sums.norms(params, *norms)
-            ratios = trust_ratio(norms[0].clamp(*bounds_of(group)), norms[1])
+            weight_norms, update_norms = norms
+            if group["weight_norm_bounds"] is not None:
+                weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
+            ratios = trust_ratio(weight_norms, update_norms)
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, means, squares, *_ in blocks:
@@ -217,16 +220,6 @@ class LAMB(LayerwiseOptimizer):
         wide = torch.empty(len(steps), dtype=torch.float64, device=device).unbind()
         torch._foreach_copy_(wide, steps)
         return list(wide)
-
-
-def bounds_of(group: dict[str, Any]) -> tuple[float, float]:
-    """Return the bounds of phi as numbers; 0 and inf bind nothing.
-
-    >>> bounds_of({"weight_norm_bounds": None}), bounds_of({"weight_norm_bounds": (0.1, None)})
-    ((0.0, inf), (0.1, inf))
-    """
-    low, high = group["weight_norm_bounds"] or (None, None)
-    return 0.0 if low is None else low, torch.inf if high is None else high
 
 
 def moments_(

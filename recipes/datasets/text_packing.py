@@ -98,9 +98,7 @@ class TextPacking:
     def __post_init__(self) -> None:
         require_whole("vocab_size", self.vocab_size, "it counts tokens. Set packing.vocab_size=30522", least=300)
         if self.vocab_size > 65535:
-            raise ValueError(
-                f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes."
-            )
+            raise ValueError(f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes.")
         for name in ("shard_tokens", "max_chars", "max_training_chars"):
             if (value := getattr(self, name)) is not None:
                 require_whole(name, value, f"it is counted. Set packing.{name}=<number>")

@@ -126,7 +126,7 @@ COMMON = {
 OF_LARS = {"momentum": [1.0, -0.1], "trust_coefficient": [0.0], "nesterov": [1], "momentum_form": ["B"]}
 OF_LARS |= {"denominator": ["both"], "direction": ["muon"]}
 OF_LAMB = {"betas": [(1.0, 0.999), (0.9, -0.1), 0.9, (0.9, 0.99, 0.999)], "bias_correction": ["no"]}
-OF_LAMB |= {"max_grad_norm": [0.0], "weight_norm_bounds": [(2.0, 1.0), (-1.0, None), (0.0, 0.0)]}
+OF_LAMB |= {"max_grad_norm": [0.0], "weight_norm_bounds": [(2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)]}
 BAD = [(rule, name, value) for rule, own in ((LARS, OF_LARS), (LAMB, OF_LAMB))
        for name, values in (COMMON | own).items() for value in values]  # fmt: skip
 

@@ -129,8 +129,7 @@ def lamb_options() -> OptionTable:
 
 
 def _lamb_column(group: dict[str, Any]) -> list[float]:
-    low, high = group["weight_norm_bounds"] or (None, None)
-    others = [*group["betas"], group["bias_correction"], low or 0.0, number(high)]
+    others = [*group["betas"], group["bias_correction"], *(group["weight_norm_bounds"] or (0.0, torch.inf))]
     return [*_numbers(group, _LAMB), *_switches(group), *map(float, others)]
 
 

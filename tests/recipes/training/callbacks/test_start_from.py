@@ -10,6 +10,7 @@ from tests.recipes.composed import composed
 from tests.recipes.training.test_recipes import NO_FILES, QUIET
 from tests.scenes import at
 
+START = "callbacks=[default,start_from] callbacks.start_from.path="
 SMALL = "model=alexnet_bn model.width=0.0625 trainer.max_steps=1 trainer.devices=1 trainer.limit_val_batches=0"
 
 
@@ -33,7 +34,12 @@ def begun(*overrides, ckpt_path=None, save_to=None):
 def test_a_fit_starts_from_the_weights_of_another_and_a_resumed_one_from_its_own(precision, tmp_path):
     paths = [str(tmp_path / name) for name in ("one.ckpt", "other.ckpt")]
     _, one = begun(f"precision={precision}", save_to=paths[0])
-    words = (f"precision={precision}", "seed=1", "callbacks=[default,start_from]", f"callbacks.start_from.path={paths[0]}")
+    words = (
+        f"precision={precision}",
+        "seed=1",
+        "callbacks=[default,start_from]",
+        f"callbacks.start_from.path={paths[0]}",
+    )
     start, other = begun(*words, save_to=paths[1])
     assert all(torch.equal(start[name], one[name]) for name in one)
     assert not all(torch.equal(other[name], one[name]) for name in one)
@@ -44,9 +50,8 @@ def test_a_fit_starts_from_the_weights_of_another_and_a_resumed_one_from_its_own
 def test_blocks_of_bert_of_3_layers_go_round_in_one_of_12():
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 60, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
-    deep, shallow = (
-        transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=n, **small)).state_dict() for n in (12, 3)
-    )
+    configs = [transformers.BertConfig(num_hidden_layers=number, **small) for number in (12, 3)]
+    deep, shallow = (transformers.BertForMaskedLM(config).state_dict() for config in configs)
     sources = sources_of(deep, shallow)
     assert sources.keys() == deep.keys()
     for name, source in sources.items():
@@ -71,8 +76,10 @@ def test_resnet_50_takes_what_has_the_shape_of_resnet_18():
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     path = str(tmp_path / "one.ckpt")
     begun(save_to=path)
-    words = ("callbacks=[default,start_from]", f"callbacks.start_from.path={path}")
+    other = "model=resnet50 model.in_channels=1 model.depth=18 model.width=0.0625 model.stem=small"
     with pytest.raises(ValueError, match=r"`callbacks.start_from.path` .* and none is"):
-        begun(*words, "model=resnet50", "model.in_channels=1", "model.depth=18", "model.width=0.0625", "model.stem=small")
+        begun(
+            *words, "model=resnet50", "model.in_channels=1", "model.depth=18", "model.width=0.0625", "model.stem=small"
+        )
     with pytest.raises(Exception, match="must be a checkpoint, and is no file"):
-        begun("callbacks=[default,start_from]", "callbacks.start_from.path=/nowhere")
+        begun(*f"{START}/nowhere".split())
