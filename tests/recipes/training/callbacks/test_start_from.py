@@ -78,8 +78,6 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     begun(save_to=path)
     other = "model=resnet50 model.in_channels=1 model.depth=18 model.width=0.0625 model.stem=small"
     with pytest.raises(ValueError, match=r"`callbacks.start_from.path` .* and none is"):
-        begun(
-            *words, "model=resnet50", "model.in_channels=1", "model.depth=18", "model.width=0.0625", "model.stem=small"
-        )
+        begun(*f"{START}{path} {other}".split())
     with pytest.raises(Exception, match="must be a checkpoint, and is no file"):
         begun(*f"{START}/nowhere".split())
