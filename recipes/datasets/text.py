@@ -1,12 +1,12 @@
-"""Masked text: sequences of tokens out of packed shards, of which some are hidden and have to be told.
+"""Masked text: sequences of tokens out of packed shards, of which some tokens are masked and have to be predicted.
 
     [CLS] L - 2 tokens of the text [SEP]        sequence i has tokens i (L - 2), ..., (i + 1) (L - 2) - 1 of its split
-    15 % of these L - 2 are to be told: 80 % of them become [MASK], 10 % another token, 10 % stay (Devlin et al. 2018,
-    arXiv:1810.04805)
+    15 % of these L - 2 are to be predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
+    (Devlin et al. 2018, arXiv:1810.04805)
 
 Which ones follows from (seed, epoch, sequence) alone, so that they change from epoch to epoch, need no state in a
-checkpoint, and do not depend on the number of ranks. As many are hidden in each sequence: the mean over ranks is that
-over all hidden tokens.
+checkpoint, and do not depend on the number of ranks. As many are masked in each sequence: the mean over ranks is that
+over all masked tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_hybrid.data.order import EpochOrder, Indices, ResumableLoader, ev
 from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, PackedText, TextPacking, shard_path
 
 MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
-VALIDATION_SEED = 0  # of the tokens that are hidden there: the same in every run and epoch
+VALIDATION_SEED = 0  # of the masks there: the same in every run and epoch
 
 TextBatch = tuple[tuple[Tensor, Tensor], Tensor]
 
@@ -45,7 +45,7 @@ class Sequences:
         paths = [shard_path(folder, split, shard) for shard in range(len(packed.crc32s[split]))]
         self._shards = [np.memmap(path, dtype=np.uint16, mode="r") for path in paths]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
-        self.vocab_size, self._num_told = packed.vocab_size, sequence_length - 2
+        self.vocab_size, self._num_own = packed.vocab_size, sequence_length - 2
         self._length = num_sequences(packed, split, sequence_length)
 
     def __len__(self) -> int:
@@ -53,30 +53,30 @@ class Sequences:
 
     def __getitem__(self, index: int) -> NDArray[np.uint16]:
         """Return the tokens of a sequence, without [CLS] and [SEP]."""
-        begin = index * self._num_told
+        begin = index * self._num_own
         shard = int(np.searchsorted(self._ends, begin, side="right"))
         begin -= int(self._ends[shard]) - len(self._shards[shard])
-        parts = [self._shards[shard][begin : begin + self._num_told]]
-        while (missing := self._num_told - sum(map(len, parts))) > 0:
+        parts = [self._shards[shard][begin : begin + self._num_own]]
+        while (missing := self._num_own - sum(map(len, parts))) > 0:
             shard += 1
             parts.append(self._shards[shard][:missing])
         return np.concatenate(parts)
 
     def batch(self, indices: Indices, seed: int, epoch: int) -> TextBatch:
-        """Return `((tokens, places), targets)`, see `TextLoader`."""
-        length = self._num_told + 2
+        """Return `((tokens, positions), targets)`, see `TextLoader`."""
+        length = self._num_own + 2
         tokens = np.full((len(indices), length), SEP, dtype=np.int64)
         tokens[:, 0] = CLS
-        places, targets = [], []
+        positions, targets = [], []
         for row, index in enumerate(indices):
-            told = self[int(index)].astype(np.int64)
-            hidden, shown = masked(told, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size)
-            targets.append(told[hidden])
-            told[hidden] = shown
-            tokens[row, 1:-1] = told
-            places.append(row * length + 1 + hidden)
-        all_places, all_targets = (torch.from_numpy(np.concatenate(each)) for each in (places, targets))
-        return (torch.from_numpy(tokens), all_places), all_targets
+            own = self[int(index)].astype(np.int64)
+            masked, shown = mask_tokens(own, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size)
+            targets.append(own[masked])
+            own[masked] = shown
+            tokens[row, 1:-1] = own
+            positions.append(row * length + 1 + masked)
+        all_positions, all_targets = (torch.from_numpy(np.concatenate(each)) for each in (positions, targets))
+        return (torch.from_numpy(tokens), all_positions), all_targets
 
 
 def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
@@ -84,29 +84,29 @@ def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
     return packed.num_tokens[split] // (sequence_length - 2)
 
 
-def masked(
+def mask_tokens(
     tokens: NDArray[np.int64], generator: np.random.Generator, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose which tokens are to be told, and what stands in their places.
+    """Choose which tokens are to be predicted, and what stands in their positions.
 
-    >>> hidden, shown = masked(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
-    >>> hidden, shown
+    >>> masked, shown = mask_tokens(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
+    >>> masked, shown
     (array([ 6,  7, 18]), array([4, 4, 4]))
     """
     number = max(1, round(MASKED_SHARE * len(tokens)))
-    hidden = np.sort(generator.permutation(len(tokens))[:number])
+    masked = np.sort(generator.permutation(len(tokens))[:number])
     chance = generator.random(number)
     others = generator.integers(len(SPECIAL_TOKENS), vocab_size, number)
-    shown = np.where(chance < MASK_SHARE, MASK, np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[hidden]))
-    return hidden, shown
+    shown = np.where(chance < MASK_SHARE, MASK, np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[masked]))
+    return masked, shown
 
 
 class TextLoader(ResumableLoader):
     """One rank's share of shuffled epochs of masked sequences, resumable after any batch.
 
     Yields:
-        `((tokens, places), targets)`: tokens int64 `"batch length"`, some hidden; places int64 `"hidden"`, those of the
-        hidden in the flattened tokens, as many in each sequence; targets int64 `"hidden"`, what was there.
+        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some masked; positions int64 `"masked"`, theirs
+        in the flattened tokens, as many in each sequence; targets int64 `"masked"`, what was there.
     """
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
@@ -121,7 +121,7 @@ class TextLoader(ResumableLoader):
 
 
 class TextEvalLoader:
-    """One rank's share of a split in which every sequence comes exactly once over all ranks, hidden always alike."""
+    """One rank's share of a split in which every sequence comes once over all ranks, with the same masks each time."""
 
     reads_ahead = True
 
@@ -146,7 +146,7 @@ class TextDataModule(pl.LightningDataModule):
         vocab_size: Tokens that the network knows.
         max_sequences: Of the training set, the first ones; None: all.
         global_batch_size: Sequences per optimizer step, over all ranks and accumulation rounds.
-        seed: Seed of the order and of what is hidden. Every rank must have the same.
+        seed: Seed of the order and of the masks. Every rank must have the same.
         eval_batch_size_per_rank: Sequences per batch of one rank in validation and test; no influence on results.
 
     Raises:

@@ -14,7 +14,7 @@ from lightning_hybrid.models.activation_checkpointing import second_pass
 class Bert(nn.Module):
     """`transformers.BertForMaskedLM` of a configuration; weights are drawn, nothing is downloaded.
 
-    The embedding and the head share their weight. The head is computed for the masked places alone: 15 % of the logits.
+    The embedding and the head share their weight. The head is computed for masked positions alone.
 
     Args:
         num_classes: Tokens of the vocabulary, among which a masked one is found.
@@ -72,18 +72,18 @@ class Bert(nn.Module):
             self.network.activation_checkpointing_disable()
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the logits of the hidden tokens, `"hidden num_classes"`; `text` as in `datasets.text.TextLoader`."""
-        tokens, places = text
+        """Return the logits of the masked tokens, `"masked num_classes"`; `text` as in `datasets.text.TextLoader`."""
+        tokens, positions = text
         states = self.network.bert(tokens).last_hidden_state.flatten(0, 1)
-        logits: Tensor = self.network.cls(states[places])
+        logits: Tensor = self.network.cls(states[positions])
         return logits
 
     def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
         length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
-        num_hidden = num_sequences * max(1, round(0.15 * (length - 2)))
+        num_masked = num_sequences * max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
-        return tokens, torch.zeros(num_hidden, dtype=torch.int64, device=device)
+        return tokens, torch.zeros(num_masked, dtype=torch.int64, device=device)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,4 +1,4 @@
-"""Peak memory of a step of BERT by torch's memory tracker, beside the planner's.
+"""Peak memory of a step of BERT by torch's memory tracker, next to the planner's.
 
     python -m tests.evidence.memory.bert cpu 8 512 32-true       device, sequences, tokens of each, precision
     python -m tests.evidence.memory.bert meta 8 512 16-true checkpointing

@@ -1,4 +1,4 @@
-"""Text becomes tokens once; what is hidden in them follows from seed, epoch and sequence alone."""
+"""Text becomes tokens once; what is masked in them follows from seed, epoch and sequence alone."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hybrid.data.order import EpochOrder
-from recipes.datasets.text import Sequences, TextDataModule, TextLoader, masked
+from recipes.datasets.text import Sequences, TextDataModule, TextLoader, mask_tokens
 from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, TextPacking, files_of, shard_path
 from tests.scenes import same
 
@@ -83,16 +83,16 @@ def test_sequences_of_any_length_are_the_text_in_its_order(packed):
     assert np.array_equal(whole[0][:shortest], whole[1][:shortest])
 
 
-def test_of_the_hidden_tokens_80_percent_are_masks_10_percent_others_and_15_percent_are_hidden():
+def test_15_percent_are_masked_of_which_80_are_masks_and_10_other_tokens():
     tokens = np.arange(5, 205)
-    seen = [masked(tokens, np.random.default_rng([seed]), 100_000) for seed in range(400)]
-    assert {len(set(hidden)) for hidden, _ in seen} == {30}
-    hidden, shown = (np.concatenate(each) for each in zip(*seen, strict=True))
-    number = len(hidden)  # 12,000: standard deviations of 44 and 33
+    seen = [mask_tokens(tokens, np.random.default_rng([seed]), 100_000) for seed in range(400)]
+    assert {len(set(masked)) for masked, _ in seen} == {30}
+    masked, shown = (np.concatenate(each) for each in zip(*seen, strict=True))
+    number = len(masked)  # 12,000: standard deviations of 44 and 33
     assert abs((shown == MASK).sum() - 0.8 * number) < 200
-    assert abs((shown == tokens[hidden]).sum() - 0.1 * number) < 150
+    assert abs((shown == tokens[masked]).sum() - 0.1 * number) < 150
     assert shown[shown != MASK].min() >= len(SPECIAL_TOKENS)
-    assert np.bincount(hidden, minlength=200).min() > 20  # any place may be
+    assert np.bincount(masked, minlength=200).min() > 20  # any place may be
 
 
 def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
@@ -103,18 +103,18 @@ def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
                            accumulate_grad_batches=accumulate)  # fmt: skip
         loader = TextLoader(Sequences(packed, "train", 20), order)
         loader.epoch, loader.batches_done = epoch, first
-        for at, ((tokens, places), targets) in enumerate(loader, first):
-            told = tokens.flatten().clone()
-            told[places] = targets
-            assert len(places) == 3 * len(tokens)
+        for at, ((tokens, positions), targets) in enumerate(loader, first):
+            whole = tokens.flatten().clone()
+            whole[positions] = targets
+            assert len(positions) == 3 * len(tokens)
             assert (tokens[:, 0] == CLS).all()
             assert (tokens[:, -1] == SEP).all()
-            rows = torch.cat([tokens, told.view_as(tokens)], 1).tolist()
+            rows = torch.cat([tokens, whole.view_as(tokens)], 1).tolist()
             found.setdefault(at // accumulate, []).extend(map(tuple, rows))
     return {step: sorted(rows) for step, rows in found.items()}
 
 
-def test_what_is_hidden_does_not_depend_on_ranks_accumulation_or_a_resume(packed):
+def test_what_is_masked_does_not_depend_on_ranks_accumulation_or_a_resume(packed):
     whole = batches(packed)
     assert len(whole) == 4
     assert batches(packed, world_size=2, accumulate=2) == whole
