@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+    from lightning_hybrid.strategy.elastic.option import Elastic
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
     from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
@@ -29,6 +30,7 @@ __all__ = [
     "Comm",
     "DurableCheckpointIO",
     "DynamicLossScale",
+    "Elastic",
     "FitContext",
     "FitExtension",
     "HybridAllReduceStrategy",
@@ -43,6 +45,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _PLACES = {
+    "Elastic": "strategy.elastic.option",
     "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
     **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),

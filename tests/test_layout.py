@@ -16,7 +16,7 @@ MODULES = tracked_files("lightning_hybrid/*.py")
 PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py")]
 
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
-OF_DATA = {"data.prefetch", "data.exact_loader", "data.batch_counters"}
+OF_DATA = {"data.prefetch", "data.exact_loader", "data.batch_counters", "data.shard_loader", "data.random_streams"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
@@ -33,6 +33,7 @@ ARROWS = {
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,
     "comm.health": OF_COMM,
+    "comm.membership": set(),
     "comm.stats": OF_COMM,
     "run_status": {"comm.stats", "precision"},
     "precision": set(),

@@ -139,7 +139,7 @@ def _average(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
         return future
     # The divisor is split where fp16 occurs anywhere on the way: that between nodes may be narrower than the wire's.
     dtypes = (state.comm_dtype or buffer.dtype, engine.dtype_across_nodes)
-    before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
+    before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
     if engine.coder is not None:
         padded = state.padded(bucket)
         wire = padded.load(buffer, before=before)

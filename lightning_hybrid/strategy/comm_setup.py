@@ -33,6 +33,7 @@ from lightning_hybrid.strategy.arguments import (
     warn_of_trust_ratios,
 )
 from lightning_hybrid.strategy.compatibility import in_options, refuse_excluded
+from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.options import (
     Adasum,
     BetweenNodes,
@@ -44,6 +45,7 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
     from lightning_hybrid.strategy.plan_tuning import FitTuning
 
 
@@ -67,6 +69,8 @@ class CommSetup:
         self.engine_options: dict[str, Any] = {}
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
+        self.elastic: Elastic | None = None
+        self.elastic_fit: ElasticFit | None = None
         self._tuning: FitTuning | None = None
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
@@ -85,12 +89,16 @@ class CommSetup:
         shard_update: Any = "off",
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[..., Any]] | None = None,
+        elastic: Elastic | None = None,
     ) -> dict[str, Any]:
         """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
         require_value("comm", comm, (Comm,), 'Comm(tune="off")')
         require_value("report", report, (Report,), 'Report(trace_dir="traces")')
+        if elastic is not None:
+            require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
+        self.elastic = elastic
         for_ddp = dict(ddp_kwargs)
         if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
             if comm.bucket_bytes is not None:
@@ -125,13 +133,15 @@ class CommSetup:
         is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
         self.tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
         self.asked = in_options(
-            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions
+            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions, elastic=elastic
         )
         if self._kind is not None:
             self.asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
         refuse_excluded(self.asked)
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
+        if elastic is not None:
+            for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
         for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
@@ -152,7 +162,11 @@ class CommSetup:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
         self._rank = rank
-        self.topology = self.topology_of(rank, world_size)
+        if self.elastic is None:
+            self.topology = self.topology_of(rank, world_size)
+        else:  # of all hosts that may come; `rank` and `world_size` are those of one
+            most = world_size * self.elastic.max_hosts
+            self.topology = Topology.from_ranks_per_node(rank=rank, world_size=most, ranks_per_node=world_size)
 
     def find_plan(self, module: nn.Module) -> None:
         """Make the plan for the topology and this module."""
@@ -185,7 +199,7 @@ class CommSetup:
         """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
         self.topology = self.topology if replicas is None else replicas.own
-        engine = CommEngine(
+        engine = (CommEngine if self.elastic_fit is None else self.elastic_fit.engine_type)(
             topology=self.topology,
             plan=self.plan,
             timeout=self._timeout,
@@ -207,7 +221,8 @@ class CommSetup:
     ) -> HookState:
         """Let this engine average what DDP puts into buckets; `parameters`: as in `HookState`, which is returned."""
         state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=parameters)
-        wrapped.register_comm_hook(state, self.bucket_hook)
+        elastic = self.elastic_fit
+        wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
         return state
 
     def begin_tuning(self) -> None:
@@ -241,8 +256,11 @@ class CommSetup:
     def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
         engine, self.engine = self.engine, None
+        elastic, self.elastic_fit = self.elastic_fit, None
         self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
         try:
+            if elastic is not None:
+                elastic.end()
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:

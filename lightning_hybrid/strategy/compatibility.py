@@ -39,6 +39,7 @@ CURES = {
     "planner": "leave `strategy.comm.plan` out",
     "tune": "leave `strategy.comm.tune` out",
     "extensions": "leave `strategy.extensions` out",
+    "elastic": "leave `strategy.elastic` out",
     "unused parameters": "leave `strategy.find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
@@ -104,7 +105,18 @@ EXCLUDED = tuple(
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
         *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
+        ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
+        ("local steps", "elastic", "hosts that train by themselves would have to agree on a loss between two averages"),
+        ("error feedback", "elastic", "a lost host takes its residual with it"),
+        ("tune", "elastic", "plans are compared over the same ranks, and these change"),
+        ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
+        ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
+        ("extensions", "elastic", "they are given groups and ranks that stay"),
         # with what the run has
+        ("manual optimization", "elastic", "the closure of a step is what is run again"),
+        ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
+        ("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
+        ("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
         ("unequal nodes", "local steps", "each node counts as much in the average"),
         ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
         ("unequal nodes", "node slices", "a slice is the same on every node"),
@@ -153,7 +165,13 @@ there is nothing to try. Leave `strategy.comm.tune` out, or take `Mean` between 
 
 
 def in_options(
-    between_nodes: BetweenNodes, comm: Comm, *, shard_update: str, for_ddp: Mapping[str, Any], extensions: Any = None
+    between_nodes: BetweenNodes,
+    comm: Comm,
+    *,
+    shard_update: str,
+    for_ddp: Mapping[str, Any],
+    extensions: Any = None,
+    elastic: Any = None,
 ) -> dict[str, str]:
     """Return what options ask for."""
     between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire
@@ -168,6 +186,7 @@ def in_options(
         "tune": (comm.tuning == "on", "`comm.tune` (='on')"),
         "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
         "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
+        "elastic": (elastic is not None, f"`elastic` (={elastic!r:.80})"),
     }
     algorithm = comm.made_plan().algorithm
     if algorithm not in ("auto", "hierarchical"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, refuse_excluded
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 
 
 def made_for(strategy: Any) -> Extensions | None:
@@ -51,3 +55,30 @@ def made_for(strategy: Any) -> Extensions | None:
             )
     some = [one for one in made if one is not None]
     return Extensions(fit, some) if some else None
+
+
+def elastic_for(strategy: Any) -> ElasticFit | None:
+    """Make what an elastic run has; None where it is not one.
+
+    Raises:
+        ValueError: the run has something that excludes it.
+    """
+    comm, module = strategy._comm, strategy.lightning_module
+    if comm.elastic is None:
+        return None
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    found = comm.asked | in_module(module) | in_callbacks(module.trainer.callbacks)
+    if any(getattr(one, "node_slices", ()) for one in module.modules()):
+        found["node slices"] = "`node_slices`"
+    if not module.automatic_optimization:
+        found["manual optimization"] = "`automatic_optimization` (=False)"
+    if (batches := module.trainer.accumulate_grad_batches) > 1:
+        found["accumulation"] = f"`accumulate_grad_batches` (={batches})"
+    refuse_excluded(found)
+    if strategy.root_device.type != "cpu":
+        raise ValueError(
+            f"`elastic` (={comm.elastic!r}) is for CPUs, and this rank trains on {strategy.root_device}: how groups of "
+            "NCCL end and are made again has not been run. Leave `strategy.elastic` out."
+        )
+    return ElasticFit(comm.elastic, strategy, comm=comm, failures=strategy._failures, timeout=strategy._timeout)

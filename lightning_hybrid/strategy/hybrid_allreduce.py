@@ -30,9 +30,10 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
+from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
-from lightning_hybrid.strategy.factories import made_for
+from lightning_hybrid.strategy.factories import elastic_for, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
@@ -64,6 +65,7 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
+        elastic: `Elastic(...)`: the run goes on when a host is lost, and takes in one that comes.
         exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -97,6 +99,7 @@ class HybridAllReduce(_Base):
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         exact_resume: bool = True,
+        elastic: Elastic | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -122,7 +125,9 @@ class HybridAllReduce(_Base):
         outer_step: Mapping[str, float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, report = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm, report=report)
+        between_nodes, comm, report = with_old_keywords(
+            given := locals(), between_nodes=between_nodes, comm=comm, report=report
+        )
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
         self._loaders = TrainingLoaders(exact_resume)
@@ -131,28 +136,19 @@ class HybridAllReduce(_Base):
             own=inspect.signature(HybridAllReduce).parameters,
             between_nodes=between_nodes,
             comm=comm,
-            ranks_per_node=ranks_per_node,
-            loss_scale=loss_scale,
-            shard_update=shard_update,
             report=report,
-            extensions=extensions,
+            **{name: given[name] for name in "ranks_per_node loss_scale shard_update extensions elastic".split()},
         )
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_optimizers = False  # made before the module was converted
+        own = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin process_group_backend"
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
+            **{name: given[name] for name in own.split()},
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
             **for_ddp,
         )
-
-    # ---- what others know ------------------------------------------------------------------------------------------
 
     @property
     def run_status(self) -> RunStatus:
@@ -200,8 +196,6 @@ class HybridAllReduce(_Base):
     def _masters(self) -> MasterWeights | None:
         return None if self._half is None else self._half.masters
 
-    # ---- ranks meet ------------------------------------------------------------------------------------------------
-
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
         self._failures.module = model
@@ -244,7 +238,7 @@ class HybridAllReduce(_Base):
             refuse_nothing_to_train(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._extensions = made_for(self)
+            self._comm.elastic_fit, self._extensions = elastic_for(self), made_for(self)
             self._loaders.begin(trainer, self.distributed_sampler_kwargs)
         super().setup(trainer)
         if self._failures.engine is not None:
@@ -306,7 +300,8 @@ class HybridAllReduce(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dtype = None if self._masters is None else self._masters.dtype
-        return self._loaders.process(super().process_dataloader(dataloader), self._module, self.root_device, dtype)
+        made = super().process_dataloader(dataloader)
+        return self._loaders.process(made, self._module, self.root_device, dtype, self._comm.elastic_fit)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -357,6 +352,11 @@ class HybridAllReduce(_Base):
         """Wait as DDP; not on a rank that an error ends, as others do not come."""
         if not self._failures.is_alone():
             super().barrier(*args, **kwargs)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return super().is_global_zero if (one := self._comm.elastic_fit) is None else one.is_first
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""

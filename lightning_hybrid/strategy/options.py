@@ -31,8 +31,8 @@ class Planner(Protocol):
         """
 
 
-class _Value:
-    # As the user would write it: what is left at its default is left out.
+class OptionValue:
+    """A value whose text is what the user would write: what is left at its default is left out."""
 
     def __repr__(self) -> str:
         known: Any = self  # a dataclass
@@ -40,7 +40,7 @@ class _Value:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, off in given if value != off)})"
 
 
-class BetweenNodes(_Value):
+class BetweenNodes(OptionValue):
     """What happens between nodes: `Mean`, `Adasum` or `LocalSteps`."""
 
     # No dataclass: LightningCLI then asks for a class and keeps it. It takes the first dataclass of a union that fits.
@@ -169,7 +169,7 @@ class LocalSteps(BetweenNodes):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Comm(_Value):
+class Comm(OptionValue):
     """How sums are carried out, which changes them by rounding alone.
 
     Args:
@@ -248,7 +248,7 @@ class Comm(_Value):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Report(_Value):
+class Report(OptionValue):
     """What a run says of its communication.
 
     Args:

@@ -117,7 +117,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             for name, module in list(_units(shadow)) or [("", shadow)]
         ]
         with flops, uses:
-            uses.use(next(tree_iter(images)))
+            uses.use(next(iter(tree_iter(images))))
             logits = shadow(images)
         end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=flops.get_total_flops(), live=uses.now)
         del logits

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import callbacks
 from torch import nn
 
-from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid import Adasum, Comm, Elastic, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.flavours import fabric
 from lightning_hybrid.optim import LARS
@@ -37,6 +37,7 @@ ASKED = {
     "tune": {"comm": Comm(tune=True)},
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
+    "elastic": {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400")},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)

@@ -76,6 +76,7 @@ class CommEngine:
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
         compared: further settings that must be equal on all ranks, by name.
+        num_terms: gradients in a sum; None: one of each rank.
 
     Raises:
         ValueError: on every rank, if plan or topology differ between ranks.
@@ -94,43 +95,43 @@ class CommEngine:
         replicas: ReplicaSets | None = None,
         group: dist.ProcessGroup | None = None,
         compared: Mapping[str, object] | None = None,
+        num_terms: int | None = None,
     ) -> None:
-        self.topology = topology
-        self.plan = plan
-        self.device = device
+        self.topology, self.plan, self.device = topology, plan, device
         self.trace = CommTrace() if trace is None else trace
-        self.dtype_across_nodes = dtype_across_nodes
+        self.dtype_across_nodes, self.num_terms = dtype_across_nodes, num_terms or topology.world_size
         self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
-        self._timeout = timeout
+        self._timeout, self._is_closed = timeout, False
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
-        self._is_closed = False
+        fallback = plan.fallback(topology)
+        if fallback is not None and topology.rank == 0:
+            warnings.warn(fallback, stacklevel=2)
+        self.coder = self._new_coder()
+        self._begin(compared, replicas=replicas, group=group)
+
+    def _begin(self, compared: Any, *, replicas: Any = None, group: Any = None, groups: Any = None) -> None:
         self._close_limit_s: float | None = None
         self._buckets: dict[tuple[Any, ...], tuple[BucketPlan, Traffic]] = {}
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
-        fallback = plan.fallback(topology)
-        if fallback is not None and topology.rank == 0:
-            warnings.warn(fallback, stacklevel=2)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
-        alone, on_cuda = topology.world_size == 1, self._on_cuda
-        found = ("", [], []) if alone else compare_plans(plan, topology, device, dtype_across_nodes, group, compared)
-        token, hosts, addresses = found
-        self._watchdog = Watchdog(
-            store=dist.HashStore() if alone else private_store(f"lightning_hybrid/{token}"),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            watched=self._latch,
-            hosts=hosts,
-            addresses=addresses,
-            give_up_after_s=GIVE_UP_AT * timeout.total_seconds() if on_cuda else None,
-        )
-        self.coder = self._new_coder()
-        dtype = None if isinstance(dtype_across_nodes, Codec) else dtype_across_nodes
-        self._new_job = partial(Job, topology=topology, dtype_across=dtype, by_backend=on_cuda)
-        self._groups = CommGroups(topology=replicas or topology, timeout=timeout, share=on_cuda)
+        topology, on_cuda, dtype = self.topology, self._on_cuda, self.dtype_across_nodes
+        alone = topology.world_size == 1
+        found = ("", [], []) if alone else compare_plans(self.plan, topology, self.device, dtype, group, compared)
+        self._watchdog = self._new_watchdog(*found)
+        across = None if isinstance(dtype, Codec) else dtype
+        self._new_job = partial(Job, topology=topology, dtype_across=across, by_backend=on_cuda)
+        self._groups = groups or CommGroups(topology=replicas or topology, timeout=self._timeout, share=on_cuda)
         self._carrier = self._new_carrier()
         self._prepare()
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
+
+    def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
+        rank, size = self.topology.rank, self.topology.world_size
+        store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
+        limit_s = GIVE_UP_AT * self._timeout.total_seconds() if self._on_cuda else None
+        known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
+        return Watchdog(store=store, rank=rank, world_size=size, watched=self._latch, **known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommEngine:
         # Threads and process groups are there once: what user code copies in a fit, such as the trainer, shares them.
@@ -173,7 +174,7 @@ class CommEngine:
         self._carrier.use(columns)
 
     def prepare(self, plans: Iterable[CommPlan]) -> None:
-        """Make the groups that these plans need now, and not when they are adopted. Collective."""
+        """Make the groups that these plans need, now. Collective."""
         for plan in plans:
             self._groups.add(stage_scopes(plan.columns(self.topology, on_cuda=self._on_cuda)))
 
@@ -278,8 +279,7 @@ class CommEngine:
         return job
 
     def _record(self, bucket: InFlightBucket) -> int | None:
-        # Returns the checksum of the order that the bucket carries, if it is a step's last. A bucket whose record is
-        # new gets `contents`, which are compared through the store before anything of it is sent.
+        # Returns the checksum of the order, of a step's last bucket. One with a new record gets `contents` to compare.
         reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
         several = self.topology.world_size > 1
@@ -340,7 +340,6 @@ class CommEngine:
 
     def explain(self, error: BaseException) -> str:
         """Say which rank is the cause of a foreign collective that failed here, then `error`; fail on every rank."""
-        # As `abort`, but with a diagnosis of all ranks. An error that already says why the engine failed stays.
         if not self._latch.error and not self._is_closed:
             self._latch.waited = place_of_error(error)
             noticed = f"rank {self.topology.rank} failed in a collective that averages no gradients: {short(error)}"
@@ -348,17 +347,17 @@ class CommEngine:
         failure = self.failure
         return str(error) if failure in str(error) else f"{failure} Seen here as {type(error).__name__}: {error}"
 
-    def close(self) -> None:
-        """End the threads and free the groups; healthy, after what is in flight. May be called again."""
+    def close(self) -> list[str]:
+        """End the threads and free the groups; healthy, after what is in flight; return stages that would not end."""
         # After a failure it waits `FAILED_CLOSE_LIMIT_S` for stages to come back; one still inside a collective then is
         # left there with its group, and warned of. On CUDA it waits for nothing: all communicators are aborted.
         with self._latch.lock:
             if self._is_closed:
-                return
+                return []
             self._is_closed = True
         healthy_until_s = monotonic() + self._timeout.total_seconds() + FAILED_CLOSE_LIMIT_S
 
-        # A failure may come while closing waits: from then on the short limit counts, whatever is left of the long one.
+        # From a failure on the short limit counts.
         def limit_s() -> float:
             if self._latch.error and self._close_limit_s is None:
                 self._close_limit_s = monotonic() + FAILED_CLOSE_LIMIT_S
@@ -372,6 +371,7 @@ class CommEngine:
                 "their process groups are left as they are",
                 stacklevel=2,
             )
+        return stuck
 
     def _raise_as_unusable(self) -> None:
         self._latch.raise_if_tripped()

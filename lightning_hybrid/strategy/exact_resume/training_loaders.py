@@ -49,8 +49,15 @@ class TrainingLoaders:
         if trainer.ckpt_path is not None:
             trainer.fit_loop._combined_loader = None
 
-    def process(self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None) -> Any:
-        """Return what Lightning is to iterate over in place of `loader`."""
+    def process(
+        self,
+        loader: Any,
+        module: Any,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        elastic: Any | None = None,
+    ) -> Any:
+        """Return what Lightning is to iterate over in place of `loader`; `elastic`: deals training's."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.prefetch import prefetch
@@ -60,7 +67,11 @@ class TrainingLoaders:
             loader.bind_trainer(trainer)
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
-        if self._is_on and trainer.state.fn == "fit" and trainer.training and can_be_exact(loader):
+        is_of_fit = trainer.state.fn == "fit" and trainer.training
+        if elastic is not None and is_of_fit:
+            has_own = user_moves_batches(module)
+            return elastic.deal(loader, self.seed, lambda one: one if has_own else prefetch(one, device, compute_dtype))
+        if self._is_on and is_of_fit and can_be_exact(loader):
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)
         # Users who move batches by hooks of their own get the host's.

@@ -89,7 +89,7 @@ class GradientScatter:
             return None
         engine, index = self._engine, bucket.index()
         dtypes = (buffer.dtype, engine.dtype_across_nodes)
-        before, after = split_divisor(engine.topology.world_size, is_fp16=torch.float16 in dtypes)
+        before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
         packed = buffer.new_zeros(packing.numel)  # and not kept: between steps memory is what is to be saved
         for moves in packing.moves:
             _copy_([packed[at : at + end - begin] for at, (begin, end) in moves], [buffer[b:e] for _, (b, e) in moves])

@@ -1,0 +1,42 @@
+"""An engine whose ranks change: it sums over those of a view, and between two views it is closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
+
+
+class ViewEngine(CommEngine):
+    """A `CommEngine` that takes nothing until `enter`; its `topology` is the largest that may come until then."""
+
+    _view: ViewGroups | None = None
+
+    def _begin(self, compared: Any, **more: Any) -> None:
+        if self._view is None:
+            self._is_closed, self._compared = True, compared
+        else:
+            super()._begin(compared, **more)
+
+    def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
+        assert self._view is not None
+        return ViewWatch(dist.PrefixStore("watch", self._view.store), self._latch)
+
+    def enter(self, view: ViewGroups) -> None:
+        """Sum over the ranks of a view from now on; closed before. Collective among them.
+
+        Raises:
+            ValueError: on every rank, if plans differ.
+            RuntimeError: a rank is lost meanwhile.
+        """
+        self._view, self.topology = view, view.of_view
+        self._begin(self._compared, group=view.world, groups=view)
+        self._is_closed = False
+
+    def cut(self, reason: str) -> None:
+        """End what is in flight, for `reason`, and every wait in the groups of the view; from any thread."""
+        if not self._is_closed:
+            self._latch.trip(reason)

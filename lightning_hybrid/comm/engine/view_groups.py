@@ -1,0 +1,152 @@
+"""The groups of a view: of the hosts that an elastic run has now. torch's default group is one host's.
+
+made         by members alone, through a store that ends with the view
+cut          their connections are shut, which ends every wait in them; Gloo's own `abort` ends none
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hybrid.comm.engine.in_flight import FailureLatch
+from lightning_hybrid.comm.engine.process_groups import CommGroups
+from lightning_hybrid.comm.topology import Topology
+
+# How long one request to the store of a view may take.
+STORE_LIMIT = timedelta(seconds=10)
+
+
+class ViewGroups(CommGroups):
+    """Groups of one view, over Gloo. Collective: every rank of the view makes them.
+
+    Args:
+        topology: of the view, seen from this rank.
+        store: `"ip:port"` of a store of this view alone.
+        number: of the view; no other view of the run has it.
+        timeout: of every collective.
+        spared: returns sockets that `cut` leaves alone, by file descriptor: those through which ranks learn of losses.
+
+    Raises:
+        RuntimeError: a rank is lost meanwhile, or the store.
+    """
+
+    def __init__(
+        self, *, topology: Topology, store: str, number: int, timeout: timedelta, spared: Callable[[], Set[int]]
+    ) -> None:
+        super().__init__(topology=topology, timeout=timeout)
+        self.of_view = topology
+        self._number, self._spared = number, spared
+        self._sockets: dict[int, str] = {}  # by file descriptor, with what it is, as the number may be another's later
+        self._before: dict[int, str] | None = None  # while some are made
+        self._store_at, self._is_cut = store, False
+
+    def open(self) -> None:
+        """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
+        host, _, port = self._store_at.rpartition(":")
+        with self._making():
+            # A client alone: its server ends with the rank that coordinates the view, or sooner.
+            self.store = dist.TCPStore(host, int(port), is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
+        self.add({"view": "world"})
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """The group of all ranks; None where this rank is alone."""
+        return self.by_stage["view"]
+
+    def _make(
+        self, missing: list[tuple[int, ...]], desc: str
+    ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
+        with self._making():
+            return [(ranks, self._new_group(ranks, desc) if self.topology.rank in ranks else None) for ranks in missing]
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        if self._is_cut:
+            raise RuntimeError("comm: the view has ended")
+        self._before = before = _sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= _since(before)
+            self._before = None
+            if self._is_cut:
+                self.cut()
+
+    def _new_group(self, ranks: tuple[int, ...], desc: str) -> dist.ProcessGroup:
+        # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
+        torch_groups: Any = dist.distributed_c10d
+        rank, name = ranks.index(self.topology.rank), f"view {self._number}, {desc}, {ranks}"
+        group, _ = torch_groups._new_process_group_helper(
+            len(ranks), rank, [], "gloo", self.store, group_name=name, timeout=self._timeout, group_desc=desc
+        )
+        # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
+        # they stand under numbers that no rank has.
+        own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
+        torch_groups._world.pg_group_ranks[group] = {number: place for place, number in own.items()}
+        return group
+
+    def cut(self) -> None:
+        """Shut all connections of the groups and to the store, also of one that is being made; from any thread."""
+        self._is_cut = True
+        found, before, there, spared = self._sockets, self._before, _sockets(), self._spared()
+        for fd, what in (found | (_since(before) if before is not None else {})).items():
+            if fd not in spared and there.get(fd) == what:
+                _shut(fd)
+
+
+class ViewWatch:
+    """Compares buckets over the ranks of a view, and ends its sums where one fails; of losses, membership knows."""
+
+    def __init__(self, store: dist.Store, latch: FailureLatch) -> None:
+        self._store, self._latch = store, latch
+
+    def start(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def compare(self, key: str, value: str) -> str:
+        """Return what the first rank to come wrote under `key`."""
+        return str(self._store.compare_set(key, "", value).decode())
+
+    def report(self, noticed: str, cause: Exception) -> None:
+        """End the sums of this rank."""
+        self._latch.trip(f"comm: {noticed}.", cause)
+
+    def raise_alarm(self, error: str) -> str:
+        """Return the error: other ranks learn of it when this process ends."""
+        return error
+
+    def collect_status(self, noticed: str) -> str:
+        """Return what was noticed."""
+        return f"comm: {noticed}."
+
+    def leave(self) -> None:
+        """Do nothing: none asks."""
+
+
+def _sockets() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                found[int(name)] = what
+    return found
+
+
+def _since(before: dict[int, str]) -> dict[int, str]:
+    return {fd: what for fd, what in _sockets().items() if before.get(fd) != what}
+
+
+def _shut(fd: int) -> None:
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+        # Not a listener: where Gloo's cannot accept any more, it ends the process.
+        if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,294 @@
+"""The change from one view to the next as a state machine: words and losses in, words out; no socket, clock or thread.
+
+One machine for each host; README.md has its states. What makes it safe against cut links is dynamic voting: a proposal
+that may be installed somewhere counts as a view until it is known better, and the next one needs the votes of its hosts
+too (Yeger Lotem, Keidar and Dolev 1997, "Dynamic voting for consistent primary components", PODC).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_hybrid.comm.membership.knowledge import Knowledge, Message
+from lightning_hybrid.comm.membership.proposal import FOR_SURE, have_the_votes, who_hear_each_other, who_takes_from_whom
+from lightning_hybrid.comm.membership.view import name_of, names_of
+
+
+class ViewChange(Knowledge):
+    """What one host knows of a run, and what it does about it.
+
+    `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
+    `("isolated", why)`; its reader empties it. `wants_store`: whether the next view waits for `give_store`.
+    """
+
+    def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
+        super().__init__(me)
+        self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
+        self.out: list[tuple[Any, ...]] = []
+        self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
+        self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
+        self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
+        self.is_over = False
+        self.has_had_view = False
+        self.has_ended = True  # the present view, if any
+        self._clear()
+
+    def _clear(self) -> None:
+        self.committed: dict[int, int] = {}  # by local rank, of those that came to the change
+        self.readies: dict[str, Message] = {}
+        self.offers: dict[str, Message] = {}
+        self.accepted: Message = {}
+        self.proposal: Message = {}
+        self.accepts: list[str] = []
+        self.invited: list[str] = []  # who was to join by any proposal of this host
+        self.reasons: list[str] = []
+        self.store = ""
+        self.wants_store = False
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def form(self, run: str) -> None:
+        """Found a run, with a name that no other has, of this host and those in its lobby."""
+        self.run = self.run or run
+        self._advance()
+
+    def join(self, host: str, committed: list[int]) -> None:
+        """Take a host into the lobby, which can be reached and waits for a view."""
+        if host in self.candidates() or host in self.left_out:
+            return
+        if self.lost.get(host) == "silent":
+            del self.lost[host]
+        if host not in self.lobby and host not in self.lost:
+            self.lobby[host] = committed
+            self._admit()
+            self._advance()
+
+    def come(self, local: int, committed: int) -> None:
+        """Note that a rank of this host has come to the change, with its number of committed steps."""
+        self.committed[local] = committed
+        if not self.has_ended:
+            self.end_view(f"a sum broke on host {name_of(self.me)}")
+        self._advance()
+
+    def give_store(self, address: str) -> None:
+        """Take the store of the next view."""
+        self.store, self.wants_store = address, False
+        self._advance()
+
+    def lose(self, host: str, how: str, why: str) -> None:
+        """Note that a host is gone: `closed`, `left` (as planned, or isolated) or `silent`."""
+        if host == self.me or self.lost.get(host) in (how, *FOR_SURE):
+            return
+        self.lost[host] = how
+        self.lobby.pop(host, None)
+        if host in self.hosts and why:
+            self.end_view(why)
+        self._advance()
+
+    def leave(self) -> None:
+        """End as planned."""
+        self._send(self.candidates(), kind="bye", why="")
+        self.is_over = True
+
+    def end_view(self, why: str) -> None:
+        """End the present view, here and elsewhere."""
+        if self.is_over or (self.has_ended and not self.hosts):
+            return
+        self.reasons.append(why)
+        if not self.has_ended:
+            self.has_ended = True
+            self.out.append(("change", why))
+            self._send(self.hosts, kind="stop", number=self.number, why=why)
+
+    def receive(self, sender: str, message: Message) -> None:
+        """Take a message of another host."""
+        kind = message["kind"]
+        if self.is_over or self.lost.get(sender) in FOR_SURE:
+            return
+        if kind == "bye":
+            self.lose(sender, "left", message["why"])
+        elif kind == "propose" and not self.run:
+            self.offers[sender] = message
+        elif message["run"] != self.run and (self.run or kind != "ready"):
+            if kind in ("propose", "ready"):  # this host has found another run meanwhile
+                self._send([sender], kind="bye", why="")
+        elif kind == "excluded" and message["number"] > self.number:
+            self._isolate(f"{names_of(message['hosts'])} go on without this host: {message['why']}")
+        elif kind == "stop" and message["number"] == self.number:
+            self.end_view(message["why"])
+        elif kind in ("ready", "propose") and self._concerns(sender, message):
+            self._merge(message)
+            if message["number"] == self.number and not self.is_over:
+                if kind == "ready":
+                    self.readies[sender] = message
+                    if not self.has_ended:
+                        self.end_view(f"host {name_of(sender)} has ended it")
+                else:
+                    self.offers[sender] = message
+        elif kind == "accept" and self.proposal and message["number"] == self.proposal["to"]:
+            self.accepts = sorted({*self.accepts, sender})
+        elif kind == "install" and message["number"] > self.number:
+            if self.accepted and self.accepted["to"] == message["number"] == self.promised:
+                self._install(self.accepted)
+            else:  # it was, but this host has accepted a later one since
+                self._learn(message["number"], message["hosts"])
+        self._advance()
+
+    def waits_for(self) -> str:
+        """Say in words what keeps the next view from being agreed."""
+        if late := sorted(set(range(self._ranks_per_host)) - set(self.committed)):
+            return f"ranks {late} of this host"
+        if not self.run:
+            return "a run to join, or enough hosts to begin one"
+        late_hosts = [host for host in self.living() if host not in self.readies] if self.is_head() else [self.head()]
+        late_hosts += [host for host in self.proposal.get("next", []) if host not in (*self.accepts, self.me)]
+        return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
+
+    # ---- knowledge ---------------------------------------------------------------------------------------------------
+
+    def _concerns(self, sender: str, message: Message) -> bool:
+        """Whether the sender is one of the run, as far as this host and the sender know."""
+        if sender in self.candidates() or any(
+            self.me in hosts and sender in hosts and number > self.number for number, _, hosts in message["attempts"]
+        ):
+            self.run = self.run or message["run"]
+            return True
+        if message["number"] < self.number and self.has_had_view:
+            self._exclude([sender], self.number, self.hosts)
+        return False
+
+    def _merge(self, message: Message) -> None:
+        self._learn(message["number"], message["hosts"])
+        self.note_attempts(message["attempts"])
+        for host, how in message["lost"].items():
+            if how in FOR_SURE:
+                self.lose(host, how, f"host {name_of(host)} is lost")
+
+    def _learn(self, number: int, hosts: list[str]) -> None:
+        """Note that a view was installed, by whomever."""
+        if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
+            self._isolate(f"{names_of(hosts)} go on without this host")
+        elif number > self.number:
+            self.note_view(number, hosts)
+            self.readies = {}  # of an earlier change
+
+    def _ready(self) -> Message:
+        joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
+        committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
+        known = self.candidates()
+        lost = {host: self.lost[host] for host in sorted(self.lost) if host in known}
+        return {"kind": "ready", **self.state(), "lost": lost, "committed": committed}
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self.is_over or len(self.committed) < self._ranks_per_host:
+            return
+        if not self.run:
+            sender, offer = next(((a, offer) for a, offer in self.offers.items() if a not in self.lost), ("", {}))
+            if not offer:
+                return
+            self.run = offer["run"]
+            self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
+        before, ready = self.readies.get(self.me), self._ready()
+        self.readies[self.me] = ready
+        if before is None or before["lost"] != ready["lost"]:
+            self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
+        if not self.is_head():
+            self._accept(self.head())
+        elif all(host in self.readies for host in self.living()):
+            self._propose()
+
+    def _accept(self, head: str) -> None:
+        offer = self.offers.pop(head, None)
+        if offer is None:
+            return
+        is_late = offer["to"] <= max(self.promised, self.number) or offer["number"] < self.number
+        # What its proposer has left out of its own attempts is void; of those of others it must have heard.
+        heard = {(number, proposer) for number, proposer, _ in offer["attempts"]}
+        heard |= {key for key in self.attempts if key[1] == head}
+        if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
+            self._send([head], **self._ready())  # from which it learns what to propose
+            return
+        before = self.candidates()
+        self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
+        self.attempts[offer["to"], head] = offer["next"]
+        self.promised, self.top, self.accepted = offer["to"], max(self.top, offer["to"]), offer
+        # Now, not when it is installed: who is left out must hear of it before it can see the others end.
+        self._exclude([host for host in before if host not in offer["next"]], offer["to"], offer["next"])
+        self._send([head], kind="accept", number=offer["to"])
+        self._advance()
+
+    def _propose(self) -> None:
+        lost = {host: ready["lost"] for host, ready in self.readies.items()}
+        kept = who_hear_each_other([], self.living(), lost)
+        for hosts in [self.hosts, *self.attempts.values()]:
+            if not have_the_votes(kept, hosts, self.lost):
+                silent = [host for host in hosts if host not in kept]
+                self._isolate(f"{names_of(silent)} cannot be heard and may go on; here are too few ({names_of(kept)})")
+                return
+        if all(step < 0 for host in kept for step in self.readies[host]["committed"]):
+            self._isolate("no host is left that has the state of the run")
+            return
+        # Who waits in the lobby comes in with the next proposal, not in the middle of one.
+        joining = [host for host in self.proposal.get("next", self._admissible(kept)) if host in self.lobby]
+        joining = who_hear_each_other(kept, joining[: self._max_hosts - len(kept)], lost)[len(kept) :]
+        if len(kept) + len(joining) < self._min_hosts:
+            self.proposal = {}  # who comes next is for the next one
+            return
+        wanted = {**self.state(), "next": kept + joining}
+        if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
+            if not self.store:
+                self.wants_store = True
+                return
+            self.promised = self.top = self.top + 1
+            steps = {host: self.readies[host]["committed"] for host in kept}
+            # In the first meeting all come with what they have; later, who joins has nothing.
+            nothing = [-1] * self._ranks_per_host
+            steps |= {host: nothing if self.hosts else self.lobby[host] for host in joining}
+            why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
+            more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
+            self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **more}, []
+            self.invited += [host for host in joining if host not in self.invited]
+            self._send(wanted["next"], **self.proposal)
+        if {*self.accepts, self.me} >= set(wanted["next"]):
+            out = [host for host in dict.fromkeys(self.candidates() + self.invited) if host not in wanted["next"]]
+            self.left_out += out
+            self._exclude(out, self.promised, wanted["next"])
+            self._send(wanted["next"], kind="install", number=self.promised, hosts=wanted["next"])
+            self._install(self.proposal)
+
+    def _install(self, proposal: Message) -> None:
+        self._clear()
+        self.note_view(proposal["to"], proposal["next"])
+        self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
+        self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
+        self.has_ended, self.has_had_view = False, True
+        self.out.append(("view", proposal))
+        if self.lost or self.attempts:  # attempts: others have seen a loss already
+            self.end_view(
+                " and ".join([f"{name_of(host)} went" for host in self.lost] or ["a host went"]) + " meanwhile"
+            )
+        self._admit()
+
+    def _admissible(self, hosts: Iterable[str]) -> list[str]:
+        return [host for host in self.lobby if name_of(host) not in map(name_of, hosts)]
+
+    def _admit(self) -> None:
+        """End the view where a host waits and a place is free."""
+        living = self.living()
+        if self.hosts and self.is_head() and len(living) < self._max_hosts and (new := self._admissible(living)):
+            self.end_view(f"{names_of(new)} joins")
+
+    def _exclude(self, hosts: list[str], number: int, others: list[str]) -> None:
+        self._send(hosts, kind="excluded", number=number, hosts=others, why="they did not hear it, or not in time")
+
+    def _isolate(self, why: str) -> None:
+        self._send(self.candidates(), kind="bye", why=f"host {name_of(self.me)} is isolated")
+        self.is_over = True
+        self.out.append(("isolated", why))
+
+    def _send(self, to: list[str], /, **message: Any) -> None:
+        message.setdefault("run", self.run)
+        self.out += [("send", host, message) for host in to if host != self.me]

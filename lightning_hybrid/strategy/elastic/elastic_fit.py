@@ -1,0 +1,289 @@
+"""One elastic fit on one rank: the attempts of each step, in one view after the other.
+
+optimizer_step      the closure runs again in another view until a sum is whole; nothing after it does
+attempt             shards of this rank forward and backward -> sums -> buffers of rank zero, logs
+view ends           every wait in its groups ends; hosts meet again, and who is behind takes the state (views.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hybrid.comm import HookState, Topology
+from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.data.random_streams import SeededStreams
+from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
+from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
+from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
+
+_WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
+
+
+class _StepTaken(Exception):  # noqa: N818  no error
+    # The step was made by others, and this rank has its outcome.
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
+class ElasticFit:
+    """What an elastic strategy has of a fit, from `setup` to `teardown`.
+
+    Args:
+        option: as the user gave it.
+        strategy: runs one shard; some of its methods are wrapped until `end`.
+        comm: its communication; `topology` is that of the largest view, as if this host were its first.
+        failures: `ended_by`: the error that ends the run.
+        timeout: of every wait for others.
+    """
+
+    engine_type = ViewEngine
+
+    def __init__(self, option: Elastic, strategy: Any, *, comm: Any, failures: Any, timeout: timedelta) -> None:
+        self._failures = failures
+        self._option, self._strategy, self._comm, self._timeout = option, strategy, comm, timeout
+        self._num_shards, self._ranks_per_host = comm.topology.world_size, len(comm.topology.node)
+        self.is_first = comm.topology.local_rank == 0  # of the view
+        self._shards: list[int] = []
+        self._rest: tuple[Any, ...] = ()  # arguments of `training_step` after the batch
+        self._runs_shard = False  # by `_run`, and not by Lightning's closure
+        self._loader: ShardLoader | None = None
+        self._views: Views | None = None
+        self._buckets: list[FlatBucket] = []
+        self._average: Callable[[HookState, Any], Future[Tensor]]
+        self._sums_apart = False  # from DDP's buckets, in the first step of a view
+        self._logs: StepLogs | None = None  # while a step is attempted
+        self._seeded = SeededStreams()
+        for name in _WRAPPED:
+            setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
+
+    # ---- what a strategy asks for ------------------------------------------------------------------------------------
+
+    def hook(self, average: Callable[[HookState, Any], Future[Tensor]]) -> Callable[[HookState, Any], Future[Tensor]]:
+        """Return DDP's hook: `average`, which gives the local bucket back where the view has ended.
+
+        An error would leave DDP's reducer unusable.
+        """
+        self._average = average
+
+        def average_or_keep(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  DDP compares them
+            buffer, views = bucket.buffer(), self._views
+            if self._sums_apart or views is None or views.ended:
+                return _done(buffer)
+            try:
+                return average(state, bucket).then(partial(self._or_local, buffer))
+            except RuntimeError as error:
+                views.note(error)
+                return _done(buffer)
+
+        return average_or_keep
+
+    def _or_local(self, buffer: Tensor, future: Future[Tensor]) -> Tensor:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            assert self._views is not None
+            self._views.note(error)
+            return buffer
+
+    def deal(self, loader: Any, seed: int, prepare: Callable[[Any], Any]) -> ShardLoader:
+        """Return what gives this rank the shards that it has in each view."""
+        if self._loader is not None:
+            raise ValueError("`elastic` deals the batches of one training loader, and there are several. Give one.")
+        self._loader = ShardLoader(loader, self._num_shards, seed, prepare)
+        return self._loader
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the present view."""
+        return 0 if self._views is None else self._views.topology.num_nodes
+
+    @property
+    def _module(self) -> Any:
+        return self._strategy.lightning_module
+
+    def end(self) -> None:
+        """Leave the run, and give the strategy its methods back."""
+        views, self._views = self._views, None
+        if views is not None:
+            views.leave(self._failures.ended_by)
+        for name in _WRAPPED:
+            vars(self._strategy).pop(name, None)
+
+    # ---- methods of the strategy, each with the one that it wraps ----------------------------------------------------
+
+    def _barrier(self, barrier: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        barrier(*args, **kwargs)
+        if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
+            parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
+            self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+            engine, timeout = self._comm.engine, self._timeout
+            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout)
+            self._views.enter(self._use)
+
+    def _optimizer_step(
+        self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        views = self._views
+        if views is None:
+            return step(optimizer, closure, *args, **kwargs)
+        try:
+            outputs = step(optimizer, partial(self._whole_sum, views, closure), *args, **kwargs)
+        except _StepTaken as taken:
+            outputs = taken.outputs
+        views.committed += 1
+        return outputs
+
+    def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        self._rest = args
+        loader = self._loader
+        if not self._runs_shard and loader is not None and self._shards and loader.first != self._shards[0]:
+            batch = self._batch_of(self._shards[0])  # Lightning has read that of a shard which is another rank's by now
+        return step(batch, *args)
+
+    def _reduce(self, reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self._logs is not None else reduce(tensor, *args, **kwargs)  # added up at the step's end
+
+    def _all_gather(self, all_gather: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._logs is not None:
+            raise RuntimeError(
+                "`all_gather` cannot be called in `training_step` with `elastic`: a rank may have several shards of a "
+                "step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
+            )
+        return all_gather(tensor, *args, **kwargs)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _use(self, topology: Topology) -> None:
+        self.is_first, self._sums_apart = topology.rank == 0, True
+        self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
+        if self._loader is not None:
+            self._loader.use(self._shards)
+
+    def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
+        buffers, outputs, run_first = [buffer.clone() for buffer in self._module.buffers()], None, closure
+        self._logs = logs = StepLogs(self._module)
+        try:
+            for attempt in range(MOST_VIEWS):
+                if views.ended:
+                    self._put_buffers(buffers)
+                    if views.change(self._use):
+                        raise _StepTaken(outputs)
+                    logs.restore()
+                views.may_cut = True
+                made = self._attempt(views, run_first, logs)
+                outputs, run_first = made if attempt == 0 else outputs, self._run_first
+                if self._is_whole(views):
+                    return outputs
+        finally:
+            self._logs = None
+        raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
+
+    def _is_whole(self, views: Views) -> bool:
+        is_whole = views.hold()
+        if self._ranks_per_host > 1:
+            # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
+            # with `shard_update` each updates a part. Other hosts are not asked.
+            vote = torch.tensor([float(is_whole)])
+            dist.all_reduce(vote, dist.ReduceOp.MIN)
+            if is_whole and not vote:
+                views.ended = views.ended or "another rank of this host has no whole sum"
+            is_whole = bool(vote)
+        return is_whole
+
+    def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
+        model, shards = self._strategy.model, self._shards
+        model.require_backward_grad_sync = len(shards) == 1
+        if self._loader is not None:
+            self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
+        with self._drawing(views, shards[0]):
+            outputs = run_first()
+        logs.end_shard()
+        after_first = [buffer.clone() for buffer in self._module.buffers()] if len(shards) > 1 else []
+        for shard in shards[1:]:
+            model.require_backward_grad_sync = shard == shards[-1]
+            batch = self._batch_of(shard)
+            with self._drawing(views, shard):
+                self._run(batch)
+            logs.end_shard()
+        model.require_backward_grad_sync = True
+        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
+        if not views.ended:
+            try:
+                self._share(views, logs)
+            except RuntimeError as error:
+                views.note(error)
+        return outputs
+
+    @contextmanager
+    def _drawing(self, views: Views, shard: int) -> Iterator[None]:
+        with self._seeded(views.seed % 2**64, views.committed, shard):
+            yield
+
+    @torch.no_grad()
+    def _put_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._module.buffers(), values, strict=bool(values)):
+            buffer.copy_(value)
+
+    def _share(self, views: Views, logs: StepLogs) -> None:
+        if self._sums_apart:
+            for bucket in self._buckets:
+                bucket.fill()
+            for future in [self._average(self._comm.hook_state, bucket) for bucket in self._buckets]:
+                future.wait()
+            for bucket in self._buckets:
+                bucket.give_back()
+        world, buffers = None if views.groups is None else views.groups.world, list(self._module.buffers())
+        if buffers and world is not None:  # those of rank zero, as under `ddp`
+            dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
+        is_first = views.topology.local_rank == 0
+        logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        self._sums_apart = False
+
+    def _run_first(self) -> None:
+        # Lightning's closure has run already, and zeroed gradients in a hook of the user's.
+        for one in self._strategy.model.parameters():
+            one.grad = None
+        if (masters := getattr(self._strategy.precision_plugin, "masters", None)) is not None:
+            masters.drop_sums()
+        self._run(self._batch_of(self._shards[0]))
+
+    def _run(self, batch: Any) -> None:
+        # As Lightning's closure does.
+        trainer, call = self._module.trainer, lightning_function("pytorch.trainer.call._call_strategy_hook")
+        self._runs_shard = True
+        try:
+            output = call(trainer, "training_step", batch, *self._rest)
+            loss = output["loss"] if isinstance(output, dict) else output
+            call(trainer, "backward", loss, self._strategy.optimizers[0])
+        finally:
+            self._runs_shard = False
+
+    def _batch_of(self, shard: int) -> Any:
+        assert self._loader is not None
+        batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
+    # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
+    return lambda *args, **kwargs: by(method, *args, **kwargs)
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,77 @@
+"""Buckets that follow from the parameters alone, for the first sums of a view.
+
+DDP makes its buckets again after its first backward, which a rank that joins has yet to run: its buckets would not be
+those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatBucket:
+    """Gradients of some parameters as one tensor, with what a DDP hook asks of a `GradBucket`."""
+
+    def __init__(self, index: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
+        self._index, self._parameters, self._is_last = index, list(parameters), is_last
+        reals = [_real(each) for each in parameters]
+        self._flat = reals[0].new_empty(sum(each.numel() for each in reals))
+        parts = self._flat.split([each.numel() for each in reals])
+        self._views = [
+            part.as_strided(each.shape, each.stride(), part.storage_offset())
+            for part, each in zip(parts, reals, strict=True)
+        ]
+
+    def fill(self) -> None:
+        """Take the gradients."""
+        torch._foreach_copy_(self._views, [_real(_gradient_of(each)) for each in self._parameters])
+
+    def give_back(self) -> None:
+        """Write the sums where the gradients were."""
+        torch._foreach_copy_([_real(_gradient_of(each)) for each in self._parameters], self._views)
+
+    def buffer(self) -> Tensor:
+        """Return the flat tensor."""
+        return self._flat
+
+    def index(self) -> int:
+        """Return its number."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return whether it is the last of a step."""
+        return self._is_last
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the flat tensor."""
+        return self._views
+
+
+def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[FlatBucket]:
+    """Divide parameters, the last first, into buckets of one dtype and at most `bucket_bytes`, if they hold several."""
+    groups: list[list[nn.Parameter]] = []
+    open_ones: dict[torch.dtype, int] = {}  # by dtype: which group
+    for one in reversed(parameters):
+        place = open_ones.get(one.dtype)
+        if place is None or sum(each.nbytes for each in groups[place]) + one.nbytes > bucket_bytes:
+            place = open_ones[one.dtype] = len(groups)
+            groups.append([])
+        groups[place].append(one)
+    return [FlatBucket(index, group, is_last=index == len(groups) - 1) for index, group in enumerate(groups)]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None  # DDP, without unused parameters, has waited for it
+    return parameter.grad

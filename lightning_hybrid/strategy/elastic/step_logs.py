@@ -1,0 +1,92 @@
+"""What a step logs, and what its metrics count, whatever hosts there are.
+
+    sync_dist=True, states of metrics that are sums     of all shards of the step, added up over all hosts in the step;
+                                                        every host then has them, and a lost one takes none away
+    others                                              of a rank's first shard, as of a rank under `ddp`
+
+Sums are kept by the first rank of each host, and zeros by its others: Lightning and torchmetrics add up over a host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+
+class StepLogs:
+    """Values before a step, to go back to, and of its shards, to add up; `module` trains."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._results: dict[str, Any] = module.trainer._results  # type: ignore[assignment, union-attr]
+        self._metrics = [(one, _sums_in(one)) for one in module.modules() if isinstance(one, Metric)]
+        self._before = {key: dict(vars(one)) for key, one in self._results.items()}
+        self._states = [(one._copy_state_dict(), one._update_count) for one, _ in self._metrics]
+        self._first: dict[str, dict[str, Any]] = {}
+        self._of_shards: dict[str, list[Tensor]] = {}  # what is logged of the step, not of the epoch
+
+    def restore(self) -> None:
+        """Go back to before the step."""
+        for key in list(self._results):
+            if key not in self._before:
+                del self._results[key]
+            else:
+                vars(self._results[key]).update(self._before[key])
+        for (metric, _), (state, count) in zip(self._metrics, self._states, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+            metric._update_count = count
+        self._first, self._of_shards = {}, {}
+
+    def end_shard(self) -> None:
+        """Note what a shard has logged; of all but the first what is averaged over ranks, and nothing else."""
+        for key, one in self._results.items():
+            if _is_shared(one):
+                if one.meta.on_step and isinstance(one._forward_cache, Tensor):
+                    self._of_shards.setdefault(key, []).append(one._forward_cache.detach())
+            elif key in self._first:
+                vars(one).update(self._first[key])
+            else:
+                self._first[key] = dict(vars(one))
+
+    def share(self, group: dist.ProcessGroup | None, *, num_shards: int, is_first_of_host: bool) -> None:
+        """Add up over all ranks of a view. Collective where something is logged or counted so."""
+        added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
+        for key, one in self._results.items():
+            if not _is_shared(one):
+                continue
+            is_mean = one.meta.is_mean_reduction
+            if not (is_mean or one.meta.is_sum_reduction):
+                continue  # the largest and the smallest stay those of a host
+            if shards := self._of_shards.get(key):
+                total = torch.stack(shards).sum(0)
+                added.append((one, "_forward_cache", torch.zeros_like(total), total, num_shards if is_mean else 1))
+            for name in ("value", "cumulated_batch_size") if one.meta.on_epoch else ():
+                if (now := getattr(one, name, None)) is not None:
+                    before = self._before.get(key, {}).get(name, torch.zeros_like(now))
+                    added.append((one, name, before, now - before, 1))
+        for (metric, names), (state, _) in zip(self._metrics, self._states, strict=True):
+            added += [(metric, name, state[name], getattr(metric, name) - state[name], 1) for name in names]
+        if not added:
+            return
+        flat = torch.cat([change.double().flatten() for *_, change, _ in added])
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([change.numel() for *_, change, _ in added])
+        for part, (owner, name, before, change, divisor) in zip(parts, added, strict=True):
+            is_of_step = name == "_forward_cache"
+            total = (part / divisor).view_as(change).to(change.dtype)
+            setattr(owner, name, before + total if is_of_step or is_first_of_host else before.clone())
+
+
+def _is_shared(one: Any) -> bool:
+    return bool(one.is_tensor and one.meta.sync.should)
+
+
+def _sums_in(metric: Any) -> list[str]:
+    # States that are added up over ranks.
+    reductions = metric._reductions.items()
+    return [name for name, how in reductions if getattr(how, "__name__", "") == "dim_zero_sum"]

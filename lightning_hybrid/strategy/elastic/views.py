@@ -1,0 +1,249 @@
+"""The views of an elastic fit: hosts meet, groups of theirs are made and cut, who is behind takes the state."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
+from lightning_hybrid.comm.health.consensus import OrderError, software
+from lightning_hybrid.comm.health.watchdog import comes_from_others
+from lightning_hybrid.comm.membership.membership import Membership
+from lightning_hybrid.comm.membership.view import View
+from lightning_hybrid.precision.skipped_steps import SkipFlag
+from lightning_hybrid.strategy.elastic.option import Elastic
+
+# Views in a row in which a step fails although no host is lost: then the cause is another.
+MOST_VIEWS = 20
+
+
+class Views:
+    """The membership of one rank, and the groups of its present view.
+
+    Args:
+        option: as the user gave it.
+        strategy: has module, optimizers and precision, which a rank that is behind takes from another.
+        engine: sums over the present view.
+        timeout: of every wait for others.
+
+    Attributes:
+        ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
+        committed: optimizer steps that this rank has.
+        shares_view: called in each new view, with its topology.
+    """
+
+    def __init__(self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta) -> None:
+        self._strategy, self._engine, self._timeout = strategy, engine, timeout
+        self.topology, self.seed = engine.topology, torch.initial_seed()
+        self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
+        self.cause: BaseException | None = None
+        self.groups: ViewGroups | None = None
+        self._has_state = True  # of the step `committed`
+        self._lock = threading.Lock()
+        parameters = [(tuple(one.shape), str(one.dtype)) for one in strategy.model.parameters()]
+        ranks = len(self.topology.node)
+        self._membership = Membership(
+            host=_host_id(),
+            local=self.topology.local_rank,
+            ranks_per_host=ranks,
+            meet=option.meeting_points,
+            min_hosts=option.min_hosts,
+            max_hosts=option.max_hosts,
+            # A host with another one is refused before it can end the others' sums.
+            token=f"{ranks} x {option.max_hosts}; {software()}; {engine.plan.to_json()}; {hash_of(parameters)}",
+            silent_s=option.silent_s,
+            on_change=self._on_change,
+            make_store=self._open_store,
+        )
+
+    # ---- from one view to the next -----------------------------------------------------------------------------------
+
+    def enter(self, on_view: Callable[[Topology], None]) -> None:
+        """Meet other hosts, or join them where they run already. Right before the loop begins."""
+        self._meet(self._membership.enter, on_view, is_in_step=False)
+
+    def change(self, on_view: Callable[[Topology], None]) -> bool:
+        """Go to the next view, within a step; return whether others have made it, and this rank has its outcome."""
+        self.close()
+        return self._meet(self._membership.next_view, on_view, is_in_step=True)
+
+    def _meet(self, next_view: Callable[..., View], on_view: Callable[[Topology], None], *, is_in_step: bool) -> bool:
+        for _ in range(MOST_VIEWS):
+            self.ended, self.cause, self.may_cut = "", None, True
+            committed = self.committed if self._has_state else -1
+            view = next_view(committed, timeout_s=self._timeout.total_seconds())
+            next_view = self._membership.next_view
+            try:
+                self._enter(view)
+                on_view(self.topology)
+                has_taken = self._share_state(view, is_in_step=is_in_step)
+                if not self.ended:
+                    return has_taken and is_in_step
+            except RuntimeError as error:
+                self.note(error)
+            self.close()
+        raise RuntimeError(
+            f"elastic: {MOST_VIEWS} times in a row the hosts could not sum step {self.committed} although none was "
+            f"lost: {self.ended}"
+        ) from self.cause
+
+    def _enter(self, view: View) -> None:
+        rank, world_size = view.rank_of(self._membership.me.id), len(view.members)
+        ranks_per_node, self._server = len(self.topology.node), self._next_server
+        self.topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node)
+        self.groups = ViewGroups(
+            topology=self.topology,
+            store=view.store,
+            number=view.number,
+            timeout=self._timeout,
+            spared=self._membership.fds,
+        )
+        self.groups.open()
+        self._engine.enter(self.groups)
+        vars(rank_zero_only)["rank"] = rank  # who writes logs
+
+    _server: Any = None  # of this view's store, where this rank has made it
+    _next_server: Any = None
+
+    def _open_store(self) -> str:
+        ip = self._membership.me.address.rpartition(":")[0]
+        listener = socket.create_server((ip, 0))  # by hand: torch's would listen on all addresses
+        port = listener.getsockname()[1]
+        self._next_server = dist.TCPStore(
+            ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=STORE_LIMIT
+        )
+        return f"{ip}:{port}"
+
+    def _on_change(self, reason: str) -> None:
+        # In a thread of the membership.
+        with self._lock:
+            self.ended = self.ended or reason
+            may_cut = self.may_cut
+        if may_cut:
+            self._cut()
+
+    def note(self, error: BaseException) -> None:
+        """Note that a sum failed because of others; raise an error that is this rank's own."""
+        if isinstance(error.__cause__ or error, OrderError) or not _is_of_others(error):
+            raise error
+        with self._lock:
+            self.ended, self.cause = self.ended or str(error), self.cause or error
+
+    def hold(self) -> bool:
+        """Let a view that ends wait from now on, as an update is being made; return whether it has not ended."""
+        with self._lock:
+            self.may_cut = False
+            return not self.ended
+
+    def _cut(self) -> None:
+        self._engine.cut(f"comm: {self.ended}")
+        if self.groups is not None:
+            self.groups.cut()
+
+    def close(self) -> None:
+        """End all sums of the view, and its groups."""
+        self._cut()
+        if stuck := self._engine.close():
+            raise RuntimeError(f"elastic: stages {stuck} of the former view do not end, and may write into gradients")
+        if self.groups is not None:
+            self.groups.destroy()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the run; where there is an error, the others take it for a loss."""
+        if error is None:
+            with suppress(RuntimeError):  # together with the ranks of this host, which may still need each other
+                dist.barrier()
+            self._membership.say_goodbye()
+        self._membership.close()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _share_state(self, view: View, *, is_in_step: bool) -> bool:
+        # Returns whether this rank has taken a state. In a first view all take that of the first host: no rank is
+        # behind in it, and one that joins a run is.
+        assert self.groups is not None
+        me, source = self._membership.me, next(one for one in view.members if one.id == view.donors[0])
+        is_first_view = not (is_in_step or view.behind)
+        behind = [one.id for one in view.members if one.host != source.host] if is_first_view else view.behind
+        if not behind or self.groups.world is None:
+            return False
+        joins = me.id in view.behind and not is_in_step
+        self._has_state = not joins
+        data = b""
+        if me.host == source.host and me.id not in behind:
+            # By all ranks of the host: with `shard_update` each has a part.
+            checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+            if me.id == source.id:
+                torch.save((self.seed, checkpoint), file := io.BytesIO())
+                data = file.getvalue()
+        data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
+        if me.id not in behind:
+            return False
+        self.seed, checkpoint = torch.load(io.BytesIO(data), weights_only=False)
+        self._load(checkpoint, with_place=joins)
+        self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
+        self._has_state = True
+        return True
+
+    def _load(self, checkpoint: dict[str, Any], *, with_place: bool) -> None:
+        strategy, connector = self._strategy, self._strategy.lightning_module.trainer._checkpoint_connector
+        steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
+        connector._loaded_checkpoint = checkpoint
+        try:
+            if with_place:
+                connector.restore_datamodule()
+                connector.restore_model()
+                connector.restore_callbacks()
+                connector.restore_training_state()
+                return
+            connector.restore_model()
+            skipped = [int(state.num_skipped) for state in steps]
+            connector.restore_precision_plugin_state()
+            # Rates are those of this rank's schedules, which are at the step itself, and not behind it.
+            rates = [[{**group, "params": None} for group in one.param_groups] for one in strategy.optimizers]
+            connector.restore_optimizers()
+            for optimizer, groups in zip(strategy.optimizers, rates, strict=True):
+                for group, values in zip(optimizer.param_groups, groups, strict=True):
+                    group.update({key: value for key, value in values.items() if key != "params"})
+            for state, before in zip(steps, skipped, strict=True):
+                state.skip_flag = SkipFlag(int(state.num_skipped) > before)
+        finally:
+            connector._loaded_checkpoint = {}
+
+
+def hash_of(values: object) -> str:
+    """Return a short hash of what a text shows."""
+    return uuid.uuid5(uuid.NAMESPACE_OID, repr(values)).hex[:12]
+
+
+def _is_of_others(error: BaseException) -> bool:
+    return "comm: " in str(error) or (isinstance(error, Exception) and comes_from_others(error))
+
+
+def _broadcast(data: bytes, group: dist.ProcessGroup, *, source: int) -> bytes:
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    length = torch.tensor([len(data)])
+    group.broadcast([length], options).wait()
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
+    group.broadcast([flat], options).wait()
+    return flat.numpy().tobytes()
+
+
+def _host_id() -> str:
+    # Of this launch: a host that comes again is another one.
+    found = [f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]

@@ -1,0 +1,183 @@
+"""Hosts of one rank, all in this process: meeting, joining, leaving, strangers. A closed socket is a death."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_hybrid.comm.membership import membership as module
+from lightning_hybrid.comm.membership.membership import Membership
+from lightning_hybrid.comm.membership.view import IsolatedError, RefusedError, address_of
+from tests.comm.membership.test_processes import free_addresses
+
+
+class Hosts:
+    """Makes hosts that know one another's `meet`, and closes them."""
+
+    def __init__(self) -> None:
+        self.meet, self.made, self.changes = free_addresses(3), [], []
+        self.pool = ThreadPoolExecutor(8)
+
+    def __call__(self, name: str, **more) -> Membership:
+        options = {"local": 0, "ranks_per_host": 1, "min_hosts": 1, "max_hosts": 3, "token": "t", "wait_s": 10.0}
+        calls = {"on_change": lambda why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
+        made = Membership(host=name, meet=self.meet, **{**options, **calls, **more})
+        self.made.append(made)
+        return made
+
+    def enter(self, *hosts: Membership, committed: int = 0, timeout_s: float = 20):
+        return self.all("enter", *hosts, committed=committed, timeout_s=timeout_s)
+
+    def all(self, method: str, *hosts: Membership, committed: int = 0, timeout_s: float = 20):
+        waiting = [self.pool.submit(getattr(host, method), committed, timeout_s=timeout_s) for host in hosts]
+        return [each.result(timeout_s + 5) for each in waiting]
+
+
+@pytest.fixture
+def hosts():
+    made = Hosts()
+    yield made
+    for each in made.made:
+        each.close()
+    made.pool.shutdown()
+
+
+def wait_until(condition, within_s: float = 10.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
+    a, b, c = hosts("a"), hosts("b"), hosts("c")
+    first = hosts.enter(a, b, c)
+    assert first[0] == first[1] == first[2]
+    assert (first[0].number, set(first[0].hosts), first[0].behind) == (0, {"a", "b", "c"}, ())
+    assert sorted(first[0].rank_of(each.me.id) for each in (a, b, c)) == [0, 1, 2]
+    c.say_goodbye()
+    c.close()
+    time.sleep(0.3)
+    assert not hosts.changes  # it has told so
+    b.close()
+    wait_until(lambda: hosts.changes)
+    assert hosts.changes == [("a", "host b is lost: it closed a connection")]
+    (alone,) = hosts.all("next_view", a, committed=7)
+    assert (alone.hosts, alone.target, alone.store) == (("a",), 7, "of-a:1")
+    d = hosts("d")
+    joining = hosts.pool.submit(d.enter, 3, timeout_s=20)  # steps of some checkpoint, which count for nothing here
+    wait_until(lambda: len(hosts.changes) == 2)
+    (both,) = hosts.all("next_view", a, committed=9)
+    assert both == joining.result(20)
+    assert (both.hosts, both.target, both.donors) == (("a", "d"), 9, (a.me.id,))
+    assert (both.behind, both.reasons) == ((d.me.id,), ("host d joins",))
+
+
+def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
+    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    waiting = hosts.pool.submit(a.enter, 3, timeout_s=20)
+    view = b.enter(5, timeout_s=20)
+    assert view == waiting.result(20)
+    assert (view.target, view.donors, view.behind) == (5, (b.me.id,), (a.me.id,))
+
+
+def test_a_late_member_is_waited_for_as_long_as_it_lives(hosts):
+    a, b = hosts("a", max_hosts=2, silent_s=0.5), hosts("b", max_hosts=2, silent_s=0.5)
+    hosts.enter(a, b)
+    early = hosts.pool.submit(a.next_view, 4, timeout_s=20)  # before any notice: it has seen a sum break
+    wait_until(lambda: [host for host, _ in hosts.changes] == ["b"])
+    time.sleep(1.5)
+    assert not early.done()
+    view = b.next_view(5, timeout_s=20)
+    assert view == early.result(20)
+    assert (set(view.hosts), view.target, view.behind) == ({"a", "b"}, 5, (a.me.id,))
+    with pytest.raises(TimeoutError, match=r"no view in 0\.3 s; waited for host b"):
+        hosts.pool.submit(a.next_view, 6, timeout_s=0.3).result()
+
+
+def test_a_host_of_another_token_is_refused_in_words(hosts):
+    a = hosts("a", wait_s=0.2)
+    hosts.enter(a)
+    with pytest.raises(RefusedError, match=r"`token` of host a \(=t\) must be that of this host \(=other\)"):
+        hosts("b", token="other").enter(0, timeout_s=20)
+
+
+def test_fewer_than_min_hosts_wait_and_say_so(hosts):
+    with pytest.raises(TimeoutError, match="enough hosts to begin one"):
+        hosts("a", min_hosts=2).enter(0, timeout_s=1.5)
+
+
+def test_strangers_are_cut_off_and_nobody_else(hosts):
+    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    hosts.enter(a, b)
+    ip, _, port = a.me.address.rpartition(":")
+    body = b'{"kind": "hello"}'
+    for words in [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!4sI", b"LHM1", 2**31),
+        struct.pack("!4sI", b"LHM1", len(body)) + body,  # without token and key
+        struct.pack("!4sI", b"LHM1", 60000) + b"[" * 60000,
+    ]:
+        with socket.create_connection((ip, int(port)), timeout=10) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+    time.sleep(0.3)
+    assert not hosts.changes
+
+
+def test_it_listens_on_one_address_alone(hosts):
+    a = hosts("a", wait_s=0.2)
+    hosts.enter(a)
+    listening = []
+    for fd in a.fds():
+        if "socket" not in os.readlink(f"/proc/self/fd/{fd}"):
+            continue
+        with socket.socket(fileno=os.dup(fd)) as each:
+            if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.append(each.getsockname())
+    assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted([hosts.meet[0], address_of(a.me.id)])
+
+
+def test_a_forked_worker_does_not_hide_a_death(hosts):
+    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    hosts.enter(a, b)
+    worker = os.fork()
+    if not worker:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        since_s = time.monotonic()
+        b.close()
+        wait_until(lambda: hosts.changes)
+        assert time.monotonic() - since_s < 1.5  # less than the silence after which it is lost too
+    finally:
+        os.kill(worker, 9)
+        os.waitpid(worker, 0)
+
+
+def test_a_cut_link_leaves_the_arbiter_and_words(hosts, monkeypatch):
+    """Nothing arrives any more, and nothing closes: each half takes the other for silent."""
+    a = hosts("a", max_hosts=2, silent_s=0.5)
+    b = hosts("b", max_hosts=2, silent_s=0.5)
+    hosts.enter(a, b)
+    monkeypatch.setattr(module.Connection, "read", lambda connection: connection.sock.recv(9999) and [])
+    wait_until(lambda: {host for host, _ in hosts.changes} == {"a", "b"})
+    assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
+    with pytest.raises(IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"):
+        b.next_view(0, timeout_s=20)
+
+
+def test_no_thread_and_no_socket_is_left(hosts):
+    a = hosts("a", wait_s=0.2)
+    hosts.enter(a)
+    fds = a.fds()
+    assert len(fds) >= 5
+    a.close()
+    assert not [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
+    assert "membership" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,139 @@
+"""The view change in all orders of messages and losses: `explore.py` says what an order is, and what must never be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_hybrid.comm.membership import view_change
+from tests.comm.membership.explore import Explorer, World, WrongError, key_of
+
+STEPS = {"a": (3,), "b": (4,), "c": (3,)}
+TWO_RANKS = {"a": (3, 4), "b": (3, 3)}
+
+
+def all_go_on(explorer: Explorer, world: World) -> None:
+    """A process that ends is no reason for another to give up."""
+    assert "isolated" not in world.status, world.status
+
+
+def the_arbiter_goes_on(explorer: Explorer, world: World) -> None:
+    assert world.status[0] == "lives", world.status
+
+
+def somebody_goes_on(explorer: Explorer, world: World) -> None:
+    assert "lives" in world.status, world.status
+
+
+def no_more(explorer: Explorer, world: World) -> None:
+    """Only what holds everywhere: one view of all that go on, or words."""
+
+
+SMALL = {
+    "2 hosts, any may die": (all_go_on, {"hosts": "ab", "budget": {"kill": 1, "early": 2}}),
+    "3 hosts, two may die": (all_go_on, {"hosts": "abc", "budget": {"kill": 2}}),
+    "3 hosts, a sum breaks before word comes": (all_go_on, {"hosts": "abc", "budget": {"kill": 1, "early": 2}}),
+    "2 hosts of 2 ranks": (all_go_on, {"hosts": "ab", "steps": TWO_RANKS, "budget": {"kill": 1}}),
+    "a host joins one": (all_go_on, {"hosts": "a", "joiners": "j"}),
+    "a host joins two, any may die": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"kill": 1}}),
+    "a host joins 2 of 2 ranks, any may die": (
+        no_more,
+        {"hosts": "ab", "joiners": "j", "steps": TWO_RANKS, "budget": {"kill": 1}},
+    ),
+    "2 hosts, a cut": (the_arbiter_goes_on, {"hosts": "ab", "budget": {"cut": 1}}),
+    "3 hosts, a cut": (somebody_goes_on, {"hosts": "abc", "budget": {"cut": 1}}),
+    "3 hosts, one is cut off": (somebody_goes_on, {"hosts": "abc", "budget": {"cut": 1}, "cut_whole": True}),
+    "a host joins two, one is cut off": (  # in the middle of it none may have the votes
+        no_more,
+        {"hosts": "ba", "joiners": "j", "budget": {"cut": 1}, "cut_whole": True},
+    ),
+    "first meeting, any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1}, "is_founding": True}),
+}
+LARGE = {
+    "3 hosts, a cut, and any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1, "cut": 1}}),
+    "3 hosts, two cuts": (no_more, {"hosts": "abc", "budget": {"cut": 2}}),
+    "3 hosts, one is taken for lost": (somebody_goes_on, {"hosts": "abc", "budget": {"suspect": 1}}),
+    "3 hosts, two are taken for lost": (no_more, {"hosts": "abc", "budget": {"suspect": 2}}),
+    "a host joins three, any may die: the first 200,000 states": (
+        no_more,
+        {"hosts": "abc", "joiners": "j", "budget": {"kill": 1}, "are_waiting": True, "first": 200_000},
+    ),
+    "a host joins two, two may die": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"kill": 2}}),
+    "a host joins two, a cut": (the_arbiter_goes_on, {"hosts": "ab", "joiners": "j", "budget": {"cut": 1}}),
+    "a host joins two, one is taken for lost": (no_more, {"hosts": "ab", "joiners": "j", "budget": {"suspect": 1}}),
+}
+
+
+def states_of(verdict, options, **more) -> int:
+    return Explorer(**{"steps": STEPS, **options, **more}).run(verdict)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_ends_in_one_view_of_all_that_go_on(name):
+    assert states_of(*SMALL[name]) > 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+def test_every_order_ends_in_one_view_of_all_that_go_on_large(name):
+    states = states_of(*LARGE[name])
+    print(name, states)
+    assert states > 5
+
+
+def mutant(old: str, new: str):
+    """The machine with one line of it changed."""
+    source = Path(view_change.__file__).read_text()
+    assert source.count(old) == 1, old
+    names: dict = {"__name__": "mutant"}
+    exec(compile(source.replace(old, new), "mutant", "exec"), names)
+    return names["ViewChange"]
+
+
+MUTANTS = {
+    "does not propose again after a second loss": (
+        "if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):",
+        "if not self.proposal:",
+        "a host joins two, any may die",
+    ),
+    "does not vote": ("if not have_the_votes(kept, hosts, self.lost):", "if False:", "2 hosts, a cut"),
+    "does not vote of attempts": (
+        "[self.hosts, *self.attempts.values()]",
+        "[self.hosts]",
+        "a host joins two, one is cut off",
+    ),
+    "does not tell who is left out": (
+        'self._exclude([host for host in before if host not in offer["next"]]',
+        "self._exclude([]",
+        "3 hosts, a cut",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_fault_is_found(name):
+    old, new, where = MUTANTS[name]
+    with pytest.raises(WrongError):
+        states_of(*{**SMALL, **LARGE}[where], machine=mutant(old, new))
+
+
+def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it_accepted():
+    """What it accepted may be installed elsewhere; the orders of three hosts do not reach this, a fourth would."""
+    a, b, c = map(key_of, "abc")
+    machine = view_change.ViewChange(c, ranks_per_host=1, min_hosts=1, max_hosts=3)
+    machine.run, machine.top, machine.promised = "r", 0, 0
+    machine._install({"to": 0, "next": [a, b, c], "attempts": []})
+    machine.come(0, 3)
+
+    def answer_to(head: str, **offer) -> list[str]:
+        machine.out = []
+        base = {"kind": "propose", "run": "r", "number": 0, "hosts": [a, b, c], "attempts": [], "lost": {}}
+        machine.receive(head, {**base, "next": [a, b, c], **offer})
+        return [message["kind"] for _, host, message in machine.out if host == head]
+
+    assert answer_to(a, to=5) == ["accept"]
+    assert answer_to(a, to=5) == answer_to(a, to=4) == ["ready"]
+    machine.lose(a, "silent", "a is silent")
+    assert answer_to(b, to=6, next=[b, c]) == ["ready"]
+    assert answer_to(b, to=6, next=[b, c], attempts=[[5, a, [a, b, c]]]) == ["accept"]

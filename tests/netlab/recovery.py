@@ -1,0 +1,456 @@
+"""Hosts that are lost and come again while a run goes on: `python -m tests.netlab.recovery --out R`.
+
+Real processes on one machine, a host being `--ranks` of them under a launcher of its own; digits, 16-true, LARS.
+
+    loss        `kill`: SIGKILL to a host; `split`: as a rank has its last sum, and another has not;
+                `stop`: SIGSTOP, a host that is silent, and not the first;
+                `validation`, `epoch`, `checkpoint`: SIGKILL where one begins;
+                `joining`: SIGKILL to a host that joins, and to another meanwhile
+    reference   each part of the run between two changes again, by as many hosts, from a checkpoint of the part before
+    seconds     from the signal to the next step of all others; of one that joins, the longest step of the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import time
+from functools import partial, partialmethod
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+PAUSE_S = 0.02  # of a callback after each step, so that losses are spread over it
+STEPS_BETWEEN = 25
+KINDS = ("kill", "split", "stop", "validation", "epoch", "checkpoint", "joining")
+
+
+def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder: str, part: dict[str, Any]) -> None:
+    """Train on one rank, as a launcher with `--nnodes=1` on each host starts it."""
+    import logging
+    import warnings
+
+    import torch
+
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}_{host}_{local}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    num_hosts = options["hosts"] if part.get("is_plain") else 1  # of one launch
+    node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
+    rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    _train(host, local, options, Path(folder), part)
+
+
+def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch import nn
+    from torch.nn import functional
+
+    from lightning_hybrid import HybridAllReduceStrategy
+    from lightning_hybrid.optim import LARS
+    from lightning_hybrid.strategy.elastic import elastic_fit, views
+    from lightning_hybrid.strategy.elastic.option import Elastic
+    from lightning_hybrid.strategy.options import Comm, Mean
+    from recipes.datasets.digits import DigitsDataModule
+
+    views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
+    log = open(folder / f"log_{host}_{local}_{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+    def note(**what: Any) -> None:
+        log.write(json.dumps({"t": time.monotonic(), "host": host, "local": local, **what}) + "\n")
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            width = options["width"]
+            self.layers = nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(256, width),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+                nn.Linear(width, width),
+            )
+            self.head = nn.Linear(width, 10)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
+            self.log("images", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum")
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
+            self.log("val_loss", loss, sync_dist=True)
+            time.sleep(options["val_s"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = LARS(self.parameters(), lr=1.0, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if "measured" in part:
+                if trainer.global_step in part["measured"]:
+                    note(event="time", step=trainer.global_step, processor_s=time.process_time())
+                return
+            values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
+            digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
+            hosts = strategy._comm.elastic_fit.num_hosts
+            note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts)
+            time.sleep(PAUSE_S)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            note(event="validation")
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            note(event="checkpoint")
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            note(event="epoch", epoch=trainer.current_epoch, images=float(trainer.callback_metrics["images"]))
+
+    num_hosts, meet = options["hosts"], options["meet"]
+    ways: dict[str, Any] = {"ranks_per_node": options["ranks"], "comm": Comm(tune="off")}
+    if not part.get("is_plain"):
+        least, silent_s = part.get("min_hosts", 1), options["silent_s"]
+        ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)
+        del ways["ranks_per_node"]
+    strategy = HybridAllReduceStrategy(
+        between_nodes=Mean(dtype="int8" if "int8" in options["with"] else None),
+        shard_update="node" if "shard_update" in options["with"] else "off",
+        **ways,
+    )
+    if (host, local) == ("a", options["ranks"] - 1):
+        elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
+    data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options["ranks"],
+        num_nodes=num_hosts if part.get("is_plain") else 1,
+        strategy=strategy,
+        precision=options["precision"],
+        max_steps=part["end"],
+        callbacks=[Note(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    module = Net()
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=part.get("from"), weights_only=False)
+    except BaseException as error:
+        note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    if "to" in part:
+        trainer.save_checkpoint(part["to"])
+    note(event="end", step=trainer.global_step)
+
+
+def _late(fit: Any, is_whole: Any, folder: Path, views: Any) -> bool:
+    # The last rank of the first host has all sums, and waits until a host is lost: others have stepped by then.
+    if (folder / "split").exists():
+        (folder / "split").rename(folder / "split_now")
+        ends_s = time.monotonic() + 10
+        while not views.ended and time.monotonic() < ends_s:
+            time.sleep(0.002)
+    return bool(is_whole(fit, views))
+
+
+class Hosts:
+    """The hosts of a run, each with processes of its own, and what they note."""
+
+    def __init__(self, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
+        self._options, self._part, self.folder = options | {"meet": _free_addresses(options["hosts"])}, part, folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._context = multiprocessing.get_context("forkserver")
+        self.running: dict[str, list[Any]] = {}
+        self._read: dict[Path, int] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def start(self, host: str) -> None:
+        """Start a host."""
+        port = _free_port()
+        self.running[host] = [
+            self._context.Process(
+                target=rank_main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
+            )
+            for local in range(self._options["ranks"])
+        ]
+        for process in self.running[host]:
+            process.start()
+
+    def signal(self, host: str, number: int) -> float:
+        """Send a signal to all processes of a host; return when."""
+        now = time.monotonic()
+        for process in self.running[host]:
+            os.kill(process.pid, number)
+        return now
+
+    def end(self, host: str) -> None:
+        """Kill what is left of a host."""
+        for process in self.running.pop(host):
+            process.kill()
+            process.join()
+
+    def look(self) -> list[dict[str, Any]]:
+        """Read what is new."""
+        new = []
+        for path in self.folder.glob("log_*"):
+            with path.open() as file:
+                file.seek(self._read.get(path, 0))
+                while (line := file.readline()).endswith("}\n"):
+                    new.append(json.loads(line) | {"process": path.stem})
+                    self._read[path] = file.tell()
+        self.rows += sorted(new, key=lambda row: row["t"])
+        return new
+
+    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0) -> None:
+        """Wait until something is in the rows."""
+        ends_s = time.monotonic() + limit_s
+        while not is_there():
+            if any(row["event"] == "error" for row in self.look()):
+                raise RuntimeError(f"{what}: {[row for row in self.rows if row['event'] == 'error']}")
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"{what}: not in {limit_s:g} s; {self.folder}")
+            time.sleep(0.005)
+
+    def steps(self, host: str, *, since_s: float = 0.0, hosts: int | None = None) -> dict[int, list[dict[str, Any]]]:
+        """Return the rows of steps of a host's ranks, by local rank."""
+        found: dict[int, list[dict[str, Any]]] = {local: [] for local in range(self._options["ranks"])}
+        for row in self.rows:
+            is_one = row["event"] == "step" and row["host"] == host and row["t"] > since_s
+            if is_one and hosts in (None, row["hosts"]):
+                found[row["local"]].append(row)
+        return found
+
+
+def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[str, Any]]]:
+    """Lose hosts again and again, and let them come back; return the run and a row for each loss."""
+    names = [chr(ord("a") + number) for number in range(options["hosts"])]
+    draw, losses = random.Random(options["seed"]), []
+    run = Hosts(options, folder, {"end": STEPS_BETWEEN * (options["losses"] * 3 + 4)})
+    for name in names:
+        run.start(name)
+        time.sleep(2.0 * (name == "a"))  # it takes the first address: where hosts are silent, its half goes on
+    num_all = options["hosts"]
+    run.wait("all hosts", lambda: all(run.steps(name, hosts=num_all)[0] for name in names))
+    for number in range(options["losses"]):
+        kind = options["kinds"][number % len(options["kinds"])]
+        may_be_lost = names[1:] if kind in ("split", "stop") else names
+        lost = draw.sample(may_be_lost, options["lost"])
+        left = [name for name in names if name not in lost]
+        time.sleep(draw.random() * STEPS_BETWEEN * PAUSE_S)
+        if kind == "split":
+            (run.folder / "split").touch()
+            run.wait("a late rank", (run.folder / "split_now").exists)
+            if num_all - options["lost"] > 1:  # a host that is not lost steps, and the first has not
+                stays = next(name for name in names if name not in [*lost, "a"])
+                run.wait("one has stepped", lambda: len(run.steps(stays)[0]) > len(run.steps("a")[0]), limit_s=5)
+            (run.folder / "split_now").unlink()
+        if kind in ("validation", "epoch", "checkpoint"):
+            seen = len(run.rows)
+            run.wait(kind, lambda: any(row["event"] == kind for row in run.rows[seen:]))
+        if kind == "joining":
+            _lose_a_joiner(run, lost, left)
+        number_of = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+        began_s = min(run.signal(name, number_of) for name in lost)
+        num_left = len(left)
+        run.wait(
+            f"loss {number} ({kind} of {lost})",
+            lambda: all(all(run.steps(name, since_s=began_s, hosts=num_left).values()) for name in left),
+        )
+        after_s = max(
+            rows[0]["t"] for name in left for rows in run.steps(name, since_s=began_s, hosts=num_left).values()
+        )
+        for name in lost:
+            run.end(name)
+        joins_s = time.monotonic()
+        for name in lost:
+            run.start(name)
+        run.wait("joined", lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names))
+        rows = [row for row in run.steps(left[0])[0] if row["t"] > joins_s]
+        pauses = [later["t"] - row["t"] for row, later in pairwise(rows)]
+        losses.append({"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)})
+        seconds = f"{losses[-1]['seconds']:.2f} s; join: others wait {max(pauses):.2f} s"
+        print(f"loss {number + 1:2d} {kind:5s} of {','.join(lost)}: {seconds}", flush=True)
+    run.look()
+    for name in names:
+        run.end(name)
+    return run, losses
+
+
+def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
+    # A host is lost, comes again, and is lost as it joins.
+    began_s = min(run.signal(name, signal.SIGKILL) for name in lost)
+    run.wait("others go on", lambda: all(all(run.steps(name, since_s=began_s).values()) for name in left))
+    for name in lost:
+        run.end(name)
+        run.start(name)
+    time.sleep(random.Random(len(run.rows)).uniform(0.5, 3.0))
+
+
+def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Return (first step, end, hosts) of each part of a run."""
+    hosts: dict[int, int] = {}
+    for row in rows:
+        if row["event"] == "step":
+            hosts[row["step"]] = row["hosts"]
+    parts: list[tuple[int, int, int]] = []
+    for step in sorted(hosts):
+        if parts and parts[-1][2] == hosts[step] and parts[-1][1] == step:
+            parts[-1] = (parts[-1][0], step + 1, hosts[step])
+        else:
+            parts.append((step, step + 1, hosts[step]))
+    return parts
+
+
+def reference(options: dict[str, Any], folder: Path, parts: list[tuple[int, int, int]]) -> dict[int, str]:
+    """Run each part by as many hosts, from a checkpoint of the part before; return the digest of each step."""
+    digests: dict[int, str] = {}
+    checkpoint = None
+    for number, (_, end, hosts) in enumerate(parts):
+        to = str(folder / f"part_{number}.ckpt")
+        run = Hosts(
+            options,
+            folder / f"part_{number}",
+            {"end": end, "from": checkpoint, "to": to, "min_hosts": hosts, "wait_s": 0.3},
+        )
+        names = [chr(ord("a") + place) for place in range(hosts)]
+        for name in names:
+            run.start(name)
+        run.wait(f"part {number}", lambda: sum(r["event"] == "end" for r in run.rows) == hosts * options["ranks"])
+        for name in names:
+            run.end(name)
+        for row in run.rows:
+            if row["event"] == "step":
+                assert digests.setdefault(row["step"], row["digest"]) == row["digest"], row
+        if checkpoint:
+            Path(checkpoint).unlink()
+        checkpoint = to
+    return digests
+
+
+def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | None) -> dict[str, Any]:
+    """Return what was measured, and what of the steps is wrong."""
+    steps = [row for row in run.rows if row["event"] == "step"]
+    per_process: dict[str, list[int]] = {}
+    for row in steps:
+        per_process.setdefault(row["process"], []).append(row["step"])
+    found = {
+        "losses": len(losses),
+        "steps": len({row["step"] for row in steps}),
+        "twice_or_missing": sum(made != list(range(made[0], made[0] + len(made))) for made in per_process.values()),
+        "with_two_digests": sum(
+            len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}
+        ),
+        "images_per_epoch": sorted(
+            {row["images"] for row in run.rows if row["event"] == "epoch" and row["local"] == 0}
+        ),
+    }
+    if wanted is not None:
+        found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)
+    for kind in KINDS:
+        if times := [one["seconds"] for one in losses if one["kind"] == kind]:
+            found[kind] = {
+                "median_s": round(statistics.median(times), 3),
+                "worst_s": round(max(times), 3),
+                "of": len(times),
+            }
+    waits = [one["join_wait_s"] for one in losses]
+    found["join_wait"] = {
+        "median_s": round(statistics.median(waits), 3),
+        "worst_s": round(max(waits), 3),
+        "of": len(waits),
+    }
+    return found
+
+
+def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int) -> dict[str, Any]:
+    """Compare processor time of steps with `elastic` and without, in pairs."""
+    first, last = 30, 230
+    ratios: list[float] = []
+    for pair in range(num_pairs):
+        seconds: dict[bool, float] = {}
+        for is_plain in (False, True) if pair % 2 else (True, False):
+            part = {"end": last + 1, "measured": [first, last], "is_plain": is_plain, "port": _free_port()}
+            run = Hosts(options, folder / "pair", part)
+            names = [chr(ord("a") + place) for place in range(options["hosts"])]
+            for name in names:
+                run.start(name)
+            num = options["hosts"] * options["ranks"]
+            run.wait("a healthy run", lambda: sum(row["event"] == "end" for row in run.rows) == num)
+            times = [
+                row["processor_s"] * (1 if row["step"] == last else -1) for row in run.rows if row["event"] == "time"
+            ]
+            seconds[is_plain] = sum(times) / num / (last - first)
+            for name in names:
+                run.end(name)
+        ratios.append(seconds[False] / seconds[True])
+        print(
+            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {ratios[-1]:.3f}", flush=True
+        )
+    return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "pairs": num_pairs}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def _free_addresses(number: int) -> str:
+    return ",".join(f"127.0.0.1:{_free_port()}" for _ in range(number))
+
+
+def main() -> None:
+    """Lose hosts, compare, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--lost", type=int, default=1)
+    parser.add_argument("--losses", type=int, default=40)
+    parser.add_argument("--kinds", default="kill,split,kill,stop")
+    parser.add_argument("--with", dest="with_", default="")
+    parser.add_argument("--precision", default="16-true")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-reference", action="store_true")
+    parser.add_argument("--healthy", type=int, default=0, help="pairs of runs without losses, in place of losses")
+    given = parser.parse_args()
+    options = vars(given) | {"with": given.with_.split(","), "kinds": given.kinds.split(",")}
+    options |= {"out": str(given.out), "silent_s": 2.0, "val_s": 0.02}
+    multiprocessing.set_forkserver_preload(
+        ["lightning.pytorch", "lightning_hybrid", "recipes.datasets.digits", "tests.preloaded"]
+    )
+    if given.healthy:
+        print(json.dumps(healthy(options, given.out, num_pairs=given.healthy)))
+        return
+    run, losses = disturbed(options, given.out / "run")
+    wanted = None if given.no_reference else reference(options, given.out / "reference", parts_of(run.rows))
+    found = report(run, losses, wanted)
+    (given.out / "recovery.json").write_text(
+        json.dumps({"options": options, "found": found, "losses": losses}, indent=1)
+    )
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Hosts that are lost and come while a run goes on: processes of their own, as `tests.netlab.recovery` starts them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.netlab import recovery
+from tests.rank_pool import warm_context
+
+OPTIONS = {"hosts": 2, "ranks": 1, "lost": 1, "losses": 1, "with": [], "precision": "16-true", "width": 32, "seed": 0}
+
+
+def lose_hosts(folder: Path, **options: Any) -> dict[str, Any]:
+    """Lose hosts, and compare every step with those of the reference."""
+    warm_context()
+    options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02} | options
+    run, losses = recovery.disturbed(options, folder / "run")
+    return recovery.report(run, losses, recovery.reference(options, folder / "reference", recovery.parts_of(run.rows)))
+
+
+def is_exact(found: dict[str, Any]) -> bool:
+    return not any(found[what] for what in ("twice_or_missing", "with_two_digests", "differ_from_reference"))
+
+
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_path: Path) -> None:
+    found = lose_hosts(tmp_path, kinds=["kill"])
+    assert is_exact(found), found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 2, "kinds": ["split", "stop"], "losses": 2},
+        {"ranks": 2, "kinds": ["kill"], "with": ["shard_update", "int8"]},
+        {"kinds": ["validation", "checkpoint", "joining"], "losses": 3},
+        {"hosts": 3, "lost": 2, "kinds": ["kill"]},
+    ],
+    ids=str,
+)
+def test_losses_at_any_moment_and_under_other_options_are_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = lose_hosts(tmp_path, **options)
+    assert is_exact(found), found

@@ -1,0 +1,151 @@
+"""What an elastic step is made of: shards, flat buckets, logs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
+
+from lightning_hybrid.data.in_memory.loader import ImageSet, Normalize, TrainLoader
+from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
+from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
+
+NUM_SHARDS = 4
+
+
+def numbered_images(num: int = 40) -> ImageSet:
+    labels = torch.arange(num)
+    return ImageSet(images=labels.view(-1, 1, 1, 1).expand(-1, 1, 2, 2).to(torch.uint8), labels=labels)
+
+
+def own_loader(rank: int = 0, world_size: int = 2) -> TrainLoader:
+    sizes = {"global_batch_size": 8, "world_size": world_size, "rank": rank, "accumulate_grad_batches": 1}
+    return TrainLoader(numbered_images(), seed=3, shift_pixels=0, normalize=Normalize(0.0, 1.0), **sizes)
+
+
+def user_loader(rank: int = 0, world_size: int = 2) -> DataLoader[Any]:
+    data = TensorDataset(torch.zeros(40, 1), torch.arange(40))
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, world_size, rank, seed=5))
+
+
+def labels_of(loader: Any) -> list[list[int]]:
+    return [batch[1].tolist() for batch in loader]
+
+
+def dealt(loader: Any, shards: list[int]) -> ShardLoader:
+    made = ShardLoader(loader, NUM_SHARDS, 0, lambda one: one)
+    made.use(shards)
+    return made
+
+
+@pytest.mark.parametrize("make", [own_loader, user_loader])
+def test_a_shard_has_what_a_rank_of_the_largest_world_would_read(make: Any) -> None:
+    of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
+    loader = dealt(make(), [2, 3])
+    for step, first in enumerate(loader):
+        assert [first[1].tolist(), loader.batch_of(3)[1].tolist()] == [of_ranks[2][step], of_ranks[3][step]]
+    assert step + 1 == len(loader) == len(of_ranks[0])
+
+
+@pytest.mark.parametrize("make", [own_loader, user_loader])
+def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(make: Any) -> None:
+    of_ranks = [labels_of(make(rank, NUM_SHARDS)) for rank in range(NUM_SHARDS)]
+    loader, read = dealt(make(), [1]), []
+    for step, first in enumerate(loader):
+        if step == 2:
+            loader.use([0, 1])
+        read.append([loader.batch_of(shard)[1].tolist() for shard in loader.shards])
+        assert first[1].tolist() == of_ranks[1 if step <= 2 else 0][step]
+    assert read == [[of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]] for step in range(5)]
+
+
+def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
+    for world_size in range(1, 9):
+        found = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
+        assert found == list(range(8))
+
+
+def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
+    data = TensorDataset(torch.arange(8))
+    with pytest.raises(ValueError, match="cannot deal the batches of the training loader"):
+        ShardLoader(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), 2, 0, lambda one: one)
+
+
+def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
+    weights = [
+        nn.Parameter(torch.randn(3, 5).t()),
+        nn.Parameter(torch.randn(7).half()),
+        nn.Parameter(torch.randn(2, 2)),
+    ]
+    for one in weights:
+        one.grad = torch.randn_like(one)
+    wanted = [one.grad.clone() for one in weights]
+    buckets = flat_buckets(weights, 80)
+    assert [one.is_last() for one in buckets] == [False] * (len(buckets) - 1) + [True]
+    for bucket in buckets:
+        bucket.fill()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            assert gradient.stride() == parameter.stride()
+        bucket.buffer().mul_(2)
+        bucket.give_back()
+    for one, before in zip(weights, wanted, strict=True):
+        assert torch.equal(one.grad, before * 2)
+
+
+class Logging(pl.LightningModule):
+    """Logs in each of the ways that count otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def log_step(self, value: float) -> None:
+        self.mean(torch.tensor(value))
+        self.log("own", value, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("shared", value, on_step=True, on_epoch=True, sync_dist=True, batch_size=2)
+
+
+def as_it_is(value: Any, **_: Any) -> Any:
+    """Reduce as within an elastic step."""
+    return value
+
+
+def logged_by(shards: list[float], *, attempts: int) -> dict[str, float]:
+    """Log two steps of these shards, of which all but the last attempt are dropped."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+    from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+
+    module = Logging()
+    results = _ResultCollection(training=True)
+    module._trainer = SimpleNamespace(_results=results)  # type: ignore[assignment]
+
+    def log(name: str, value: float, **options: Any) -> None:
+        options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
+        results.log("training_step", name, torch.tensor(float(value)), **options)
+
+    object.__setattr__(module, "log", log)
+    for _ in range(2):
+        logs = StepLogs(module)
+        for _ in range(attempts):
+            logs.restore()
+            for value in shards:
+                module.log_step(value)
+                logs.end_shard()
+        logs.share(None, num_shards=len(shards), is_first_of_host=True)
+    shared = results["training_step.shared"]
+    return {
+        "own": float(results["training_step.own"].compute()),
+        "of_step": float(shared._forward_cache),
+        "of_epoch": float(shared.compute()),
+        "metric": float(module.mean.compute()),
+    }
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_what_is_averaged_over_ranks_counts_all_shards_and_what_is_not_the_first(attempts: int) -> None:
+    assert logged_by([1.0, 2.0, 6.0], attempts=attempts) == {"own": 2.0, "of_step": 3.0, "of_epoch": 3.0, "metric": 3.0}
