@@ -4,6 +4,7 @@
 find this module there.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").resolve()
+if _program.stem == "simulate":
+    gc.disable()  # to look for garbage is a tenth of its time, most of which are imports
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
     from recipes.cli.usage import refuse_missing_extras
 

@@ -16,7 +16,7 @@ launch.register_resolvers()
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
-    """Simulate; print the answer; write `simulate.json`, `table.md`, two pictures and `trace/rank-0.json`."""
+    """Simulate; print the answer; write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
     with launch.short_errors():
         config_check.check(cfg, SIMULATE_KEYS)
         if cfg.compare:

@@ -1,6 +1,7 @@
 """Measurement of links and choice of a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import _path  # noqa: F401
@@ -41,11 +42,12 @@ def main(cfg: DictConfig) -> None:
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         tune_setup.check_tune_keys(cfg)
         plan, work = instantiate(cfg.plan), tune_setup.configured_work(cfg)
+        logged = {} if cfg.nccl_log is None else tune_setup.read_nccl_log(cfg.nccl_log)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)
             network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
-            found = tune_report.TuneReport.of(samples, world, work, plan, cfg, network=network)
+            found = tune_report.TuneReport.of(samples, replace(world, **logged), work, plan, cfg, network=network)
             found.write(folder, config)
             print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)
 

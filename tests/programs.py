@@ -41,8 +41,7 @@ def run_program(
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         process = warm_context().Process(
-            target=_become,
-            args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized),
+            target=_become, args=(arguments, str(cwd), dict(os.environ if env is None else env), streams, is_finalized)
         )
         process.start()
         process.join(timeout_s)
@@ -55,9 +54,6 @@ def run_program(
         if is_late:
             raise TimeoutExpired(arguments, timeout_s, *told)
         return CompletedProcess(arguments, process.exitcode or 0, *told)
-
-
-# -------------------------------------------------------------------------------------------- in the program's process
 
 
 def _become(

@@ -88,7 +88,6 @@ class RankPool:
         atexit.register(self.close)
 
     def ranks(self, world_size: int) -> Ranks:
-        """A world of the first ``world_size`` processes."""
         if not 1 <= world_size <= self.num_ranks:
             raise ValueError(f"`world_size` (={world_size}) must be between 1 and {self.num_ranks}")
         return Ranks(self, world_size)
@@ -185,7 +184,6 @@ class RankPool:
             self._pipes[rank].recv_bytes()
 
     def stop(self) -> None:
-        """End every process at once; the next run starts new ones."""
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -195,7 +193,6 @@ class RankPool:
         self._live_world_size = None
 
     def close(self) -> None:
-        """End the processes for good."""
         self.stop()
         self._store = None
         shutil.rmtree(self._stacks, ignore_errors=True)
@@ -226,9 +223,6 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-# ------------------------------------------------------------------------------------------ in the rank's own process
 
 
 def _serve(rank: int, port: int, pipe: Connection, stack_path: str, is_moving: bool) -> None:
@@ -285,7 +279,6 @@ def _levels_of_loggers_kept() -> Iterator[None]:
 
 
 def _set_warning_filters(filters: Sequence[tuple]) -> None:
-    """Make the filters of this process those of another."""
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(filters):
         # Compiled, or None, or a plain string in the interpreter's own filters.
@@ -294,7 +287,6 @@ def _set_warning_filters(filters: Sequence[tuple]) -> None:
 
 
 def _join_world(rank: int, world_size: int, store: dist.Store, generation: int) -> None:
-    """Make this process rank ``rank`` of a fresh default process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

@@ -67,15 +67,6 @@ def test_every_import_is_declared():
     assert not missing(imported("lightning_hybrid", "recipes", "tests"), set().union(*groups.values()) - groups["dev"])
 
 
-def test_the_tests_of_extras_run_where_the_tests_extra_is_installed():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    own = next(one for one in project["optional-dependencies"]["test"] if one.startswith("lightning-hybrid["))
-    # DALI has wheels of its own for each CUDA, and no test on a machine without a GPU; pages have no tests;
-    # torchvision goes with one version of torch, and `projects` have a stage of their own in `.ci/nightly`.
-    others = {"dali", "docs", "projects", "test", "dev"}
-    assert set(re.search(r"\[(.*)\]", own)[1].split(",")) == {*project["optional-dependencies"]} - others
-
-
 def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
     lines = (ROOT / ".ci" / "requirements.lock").read_text().splitlines()
     rows = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines if line[:1] != "#"]
@@ -98,7 +89,7 @@ def test_the_gpu_tests_can_be_collected_without_hydra_wandb_and_simplejpeg(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=there)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(found) >= 40
-    assert {"tests/precision/test_optimizer_protocol.py", "tests/checkpoint/test_host_copy.py"} <= {
+    assert len(found) >= 30
+    assert {"tests/optim/fused/cuda/test_kernels.py", "tests/checkpoint/test_host_copy.py"} <= {
         line.partition("::")[0] for line in found
     }

@@ -5,8 +5,6 @@ The model is one fp16 matrix under a squared loss, so that every number of the s
     loss = mean over the rank's batch of  |W x|^2 / 2          dW = mean of (W x) x^T          W: 3 x 8
 """
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -17,7 +15,7 @@ from lightning_hybrid import Comm, HybridAllReduceStrategy
 from lightning_hybrid.comm import average_bucket
 from lightning_hybrid.optim import LARS
 from tests import toy
-from tests.reference.lars import lars
+from tests.reference.families import paper
 
 SCALE, LR, WEIGHT_DECAY, TRUST = 256.0, 0.5, 0.01, 0.02
 HALF_ULP = 2.0**-11  # relative error of one rounding to fp16
@@ -80,11 +78,7 @@ def one_step(algorithm):
     strategy._comm.bucket_hook = watched
     trainer = toy.trainer(strategy=strategy, precision="16-true", max_steps=1)
     trainer.fit(module, DataLoader(Indexed(), batch_size=8))
-    return {
-        **module.at,
-        "initial": initial,
-        "skipped": trainer.precision_plugin.num_skipped_steps,
-    }
+    return {**module.at, "initial": initial, "skipped": trainer.precision_plugin.num_skipped_steps}
 
 
 def relative(value, exact):
@@ -150,19 +144,8 @@ def test_9a_unscaling_is_exact(step):
 def test_9b_lars_steps_the_fp32_master_which_started_exact(step):
     for rank in step:
         assert torch.equal(rank["master_before"], rank["initial"])
-        exact = lars(
-            rank["initial"].double().flatten().tolist(),
-            [rank["unscaled"].double().flatten().tolist()],
-            [LR],
-            momentum=0.9,
-            weight_decay=WEIGHT_DECAY,
-            trust_coefficient=TRUST,
-            eps=0.0,
-            nesterov=False,
-            momentum_form="lr_inside",
-            denominator="sum",
-        )
-        exact = torch.tensor(exact, dtype=torch.float64).view(3, 8)
+        options = {"momentum": 0.9, "weight_decay": WEIGHT_DECAY, "trust_coefficient": TRUST}
+        exact = paper(rank["initial"].double(), [rank["unscaled"].double()], [LR], **options)
         moved, should = rank["master"].double() - rank["initial"].double(), exact - rank["initial"].double()
         assert (
             moved - should

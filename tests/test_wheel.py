@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.images.pictures import write_root
+from tests.recipes.datasets.images.pictures import write_root
 
 pytestmark = pytest.mark.long
 
@@ -27,14 +27,11 @@ PROCESSES = ["world.devices=2", "world.accelerator=cpu"]
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and a folder that was empty."""
-
     wheel: Path
     programs: Path
     folder: Path
 
     def run(self, *words, code=0):
-        """What a shell there would run: standard output, and standard error where the end is an error."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"PATH": f"{self.programs}:{environment['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
@@ -123,11 +120,10 @@ def test_bench_and_tune_on_two_ranks(installed):
     assert f"  lightning-hybrid train strategy.comm.plan={installed.folder}/tuned/plan.json" in said.splitlines()
 
 
-def test_search_and_claims(installed):
+def test_search(installed):
     trial = "trial=['trainer.max_epochs=1','trainer.limit_train_batches=2']"
     few = ["axes.optim.lr.num=2", "backend.num_rounds=1", "hydra.run.dir=searched"]
     assert "best: optim.lr=" in installed.run("lightning-hybrid", "search", trial, *few)
-    assert "not complete" in installed.run("lightning-hybrid", "claims", "budget_s=0", "hydra.run.dir=claimed")
 
 
 def test_gpu_check_on_a_cpu(installed):

@@ -39,21 +39,6 @@ def checkpointed(
     return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
 
 
-def stages_of(features: nn.Sequential) -> list[nn.Module]:
-    """Cut layers before each convolution but the first."""
-    starts = [index for index, layer in enumerate(features) if isinstance(layer, nn.Conv2d)]
-    return [features[start:end] for start, end in zip(starts, [*starts[1:], len(features)], strict=True)]
-
-
-def run_stages(features: nn.Sequential, x: Tensor, *, checkpoint_activations: bool) -> Tensor:
-    """Compute `features(x)`, if asked with one checkpoint per convolution and what follows it."""
-    if not checkpoint_activations:
-        return features(x)
-    for stage in stages_of(features):
-        x = checkpointed(stage, x, norms=stage)
-    return x
-
-
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
     """Return a context for the second pass of what runs now: modes as now, running statistics of `norms` stay."""
     # Modes change the results of torch's functions, as the emulated fp16 of precision="16-true" on a CPU does, and

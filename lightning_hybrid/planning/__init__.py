@@ -2,4 +2,6 @@
 
 from lightning_hybrid.checks import moved
 
-__getattr__ = moved(__name__, {"calibration": "recipes.planning.calibration"})
+_ESTIMATES = ("compression", "failures", "memory", "pipeline_cost")
+_PLACES = {name: f"recipes.planning.estimates.{name}" for name in _ESTIMATES}
+__getattr__ = moved(__name__, _PLACES | {"calibration": "recipes.planning.calibration"})

@@ -23,10 +23,15 @@ here knows a cluster; `cluster.py` combines links and algorithms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from lightning_hybrid.checks import require_positive, require_whole
+
+Place = Literal["inside", "across"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +58,66 @@ class Link:
                 "message, one way, in seconds: 5.0e-6 on a usual fabric."
             )
 
+    def or_slower(self, other: Link | None) -> Link:
+        """Return a link as slow as the slower of both."""
+        if other is None:
+            return self
+        latency_s = max(self.latency_s, other.latency_s)
+        return Link(latency_s=latency_s, bytes_per_s=min(self.bytes_per_s, other.bytes_per_s))
+
     def seconds(self, num_bytes: float) -> float:
         """Compute the time of one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself.
+
+    >>> StageCost(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
+    7.0
+    """
+
+    name: str
+    place: Place
+    delay_s: float
+    work_s: float
+    share: float = 1.0
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds with no other stage at the same place."""
+        return self.delay_s + self.work_s / self.share
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of a cluster that differ from its others: one with a degraded link, or an older kind.
+
+    Args:
+        inside: The link inside these nodes; None: as in the others.
+        across: The link of one of their network cards.
+        slowdown: Time of their ranks' arithmetic over that of the others.
+    """
+
+    inside: Link | None = None
+    across: Link | None = None
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("slowdown", self.slowdown, "it is a time over another; 2 is half as fast")
+
+
+def curve_at(curve: Mapping[float, float], num_bytes: float) -> float:
+    """Interpolate a curve in the logarithms of both; it is level beyond its ends, and 1 where it has no points.
+
+    >>> curve_at({1: 1.0, 4: 4.0}, 2), curve_at({1: 1.0, 4: 4.0}, 9), curve_at({}, 2)
+    (2.0, 4.0, 1.0)
+    """
+    if not curve:
+        return 1.0
+    sizes = sorted(curve)
+    return float(2 ** np.interp(math.log2(max(1.0, num_bytes)), np.log2(sizes), np.log2([curve[n] for n in sizes])))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,13 @@ Gloo asks for consent: a message leaves only when its receiver has said that it 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_hybrid.checks import require_number, require_positive, require_share
-from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.comm.bucket_layout import between_nodes_form
+from lightning_hybrid.planning.cost import Link, StageCost
+from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 
 # Gloo cuts a chunk of its ring in two, and further where a segment would be larger than this (gloo/allreduce.cc).
 SEGMENTS_OF_CHUNK = 2
@@ -93,3 +96,97 @@ def segments_of_ring(num_bytes: float, num_ranks: int) -> int:
     """
     in_chunk = max(SEGMENTS_OF_CHUNK, math.ceil(num_bytes / num_ranks / MOST_SEGMENT_BYTES))
     return 2 * (num_ranks - 1) * in_chunk
+
+
+def gloo_stages(
+    cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
+) -> tuple[StageCost, ...]:
+    """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module; see its `stages`."""
+    nodes, k, size = cluster.num_nodes, cluster.ranks_per_node, num_bytes
+    across_bytes = size if wire is None else wire.num_bytes(size)
+    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
+    if algorithm.startswith("nccl"):
+        raise ValueError(f"`algorithm` (={algorithm!r}) must be one that Gloo has: set flat, or an `Nccl` transport.")
+    if codec_s is None and (algorithm in ("flat", "gloo_ring") or (algorithm == "parallel_flat" and k > 1)):
+        return (_flat_ring(cluster, gloo, across_bytes, is_ours=algorithm != "gloo_ring"),)
+    if algorithm in ("flat", "parallel_flat"):
+        name = "all_reduce" if algorithm == "flat" else "parallel_all_reduce"
+        return (_across(cluster, gloo, name, across_bytes, num_groups=1, codec_s=codec_s),)
+    # In a scatter-reduce every rank sends and receives k - 1 parts; in a reduce the leader alone has k - 1 messages.
+    if algorithm == "two_level":
+        before = _inside(
+            cluster, gloo, "scatter_reduce", ends=2 * (k - 1), all_ends=2 * k * (k - 1), share=1 / k, size=size
+        )
+        between = _across(cluster, gloo, "shard_all_reduce", across_bytes / k, num_groups=k, codec_s=codec_s)
+        after = replace(before, name="gather")
+    else:
+        before = _inside(cluster, gloo, "reduce", ends=k - 1, all_ends=2 * (k - 1), share=1, size=size)
+        between = _across(cluster, gloo, "ring", across_bytes, num_groups=1, codec_s=codec_s)
+        after = replace(before, name="broadcast")
+    found = ([before] if k > 1 else []) + ([between] if nodes > 1 else []) + ([after] if k > 1 else [])
+    return tuple(found)
+
+
+def _inside(cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float) -> StageCost:
+    # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
+    ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
+    delay_s = 2 * cluster.inside.latency_s
+    delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
+    delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=nodes * all_ends)
+    moved = (ranks - 1) * share * size
+    work_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=moved, of_all=nodes * (ranks - 1) * size)
+    return StageCost(name=name, place="inside", delay_s=delay_s, work_s=work_s)
+
+
+def _across(cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int, codec_s: float | None) -> StageCost:
+    # `between_nodes_form` is the rule of the engine itself: the same form is counted that a step would run. A codec,
+    # which takes `codec_s` of a rank, has two of the three; the link is free while it encodes and decodes.
+    nodes = cluster.num_nodes
+    rate = cluster.node_bytes_per_s * gloo.wire_share
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=num_groups * nodes)
+    wait_s = 0.0
+    form = between_nodes_form(nodes, size)
+    if codec_s is not None:
+        form, delay_s = "exchange" if nodes == 2 else "scatter_gather", delay_s + codec_s
+    if form == "exchange":
+        rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
+    elif form == "scatter_gather":
+        rounds, sent, ends, end_s, share = 2, 2 * (nodes - 1) / nodes * size, 4 * (nodes - 1), gloo.message_s, 1.0
+    else:
+        rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
+        share = min(1.0, num_groups * gloo.ring_share)
+        flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
+        wait_s = gloo.wait_of_ring_s(size, nodes, flow)
+    if rounds:
+        delay_s += rounds * (cluster.across.latency_s + gloo.latency_s(cluster.across, size))
+    delay_s += gloo.work_s(end_s, of_busiest=ends, of_all=num_groups * nodes * ends)
+    return _ring_stage(name, delay_s, wait_s, num_groups * sent / rate, share)
+
+
+def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: float) -> StageCost:
+    # While a ring waits for consents its link is free for others: the wait becomes a smaller share of the link.
+    if not work_s:
+        return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
+    return StageCost(
+        name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share)
+    )
+
+
+def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
+    ranks, nodes = cluster.world_size, cluster.num_nodes
+    # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
+    edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
+    ends = 2 * segments_of_ring(size, ranks)
+    # Through our engine a ring costs a stage more than DistributedDataParallel's own call.
+    delay_s = gloo.work_s(gloo.stage_s, of_busiest=1, of_all=ranks) if is_ours else 0.0
+    work_s = gloo.work_s(gloo.segment_s, of_busiest=ends, of_all=ranks * ends)
+    passed = 2 * (ranks - 1) / ranks * size
+    moved_s = gloo.work_s(1 / cluster.inside.bytes_per_s, of_busiest=passed, of_all=ranks * passed)
+    if nodes == 1:
+        return StageCost(name="all_reduce", place="inside", delay_s=delay_s + work_s, work_s=moved_s)
+    flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / edges)
+    # Processors work during the wait.
+    wait_s = max(0.0, gloo.wait_of_ring_s(size, ranks, flow) - work_s)
+    wire_s = edges * passed / (cluster.node_bytes_per_s * gloo.wire_share)
+    share = min(1.0, edges * gloo.ring_share)
+    return _ring_stage("all_reduce", delay_s + work_s, wait_s, max(wire_s, moved_s), share)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.checks import require_number
-from lightning_hybrid.planning.cluster_costs import StageCost
+from lightning_hybrid.planning.cost import StageCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,21 +3,21 @@
     forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
             workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
 
-A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are the processors
-that communication kernels take from an accelerator's arithmetic, traffic of others, and failures.
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are traffic of
+others, and failures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
-from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, Span, simulate_events
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of
@@ -52,6 +52,8 @@ class Jitter:
         [1.0, 1.0, 1.0]
         """
         require_whole("num_steps", num_steps, "steps are counted")
+        if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
+            return np.ones(num_steps)
         generator = np.random.default_rng(self.seed)
         factors = np.empty(num_steps)
         # One row at a time: 16,384 ranks x 1,000 steps need no memory.
@@ -62,6 +64,7 @@ class Jitter:
 
 
 NO_JITTER = Jitter()
+SLOWED_TURNS = 4  # until backward and the sums during it agree within a thousandth of what is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,17 +159,19 @@ def simulate(
             return num_columns or 1
         return plan.num_columns(bucket.algorithm, cluster)
 
-    factors = jitter.slowest(cluster.world_size, num_steps)
+    factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
     # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
             paced = work.scaled(float(factor))
-            ready_s = ready_times_s(paced, buckets)
-            chunks = chunks_of_step(
-                buckets, ready_s, cluster, columns, algorithm=algorithm, is_serial=on_cuda, wire=wire
-            )
+            ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
+            chunks = chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
             known[factor] = step_times(paced, buckets, chunks)
+            for _ in range(SLOWED_TURNS if cluster.taken_share and chunks else 0):
+                slowed = paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
+                chunks = chunks_of_step(buckets, ready_times_s(slowed, buckets), cluster, columns, **ask)
+                known[factor] = step_times(slowed, buckets, chunks)
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),
@@ -177,44 +182,10 @@ def simulate(
     )
 
 
-def to_trace(outcome: SimulatedSteps) -> CommTrace:
-    """Convert the first step to the trace that a real run writes: same rows, same counters, same JSON.
-
-    `to_trace(outcome).write(path, rank=0)` writes a file for Perfetto.
-    """
-    # A `CommTrace` reads a clock: here a list of one number, which is set to the time of each event in turn.
-    now = [0.0]
-    trace = CommTrace(clock=lambda: now[0], keep_events=True)
-    buckets, spans = {bucket.index: bucket for bucket in outcome.buckets}, outcome.first.spans
-    ends_s = {
-        index: max((s.end_s for s in spans if s.bucket == index), default=outcome.first.ready_s[index])
-        for index in buckets
-    }
-    # In order of time, and at one time begin (0), stage (1), end (2): the order in which a real run writes them.
-    events: list[tuple[float, int, Callable[[], None]]] = []
-    for place, (index, bucket) in enumerate(buckets.items()):
-        ready_s, is_last = outcome.first.ready_s[index], place == len(buckets) - 1
-
-        # Defaults bind the values of this turn of the loop.
-        def begin(bucket: BucketPlan = bucket, is_last: bool = is_last) -> None:
-            trace.begin(num_bytes=bucket.num_bytes, is_last=is_last)
-
-        def end(bucket: BucketPlan = bucket, ready_s: float = ready_s) -> None:
-            trace.end(bucket, ready_s)
-
-        events += [(ready_s, 0, begin), (ends_s[index], 2, end)]
-    for span in spans:
-
-        def stage(span: Span = span) -> None:
-            # The algorithm that was simulated, which may replace the plan's.
-            bucket = replace(buckets[span.bucket], algorithm=span.algorithm)  # type: ignore[arg-type]
-            trace.stage(bucket, span.stage, span.column, span.begin_s, int(span.num_bytes))
-
-        events.append((span.end_s, 1, stage))
-    for at_s, _, happen in sorted(events, key=lambda event: event[:2]):
-        now[0] = at_s
-        happen()
-    return trace
+def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
+    # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
+    end_s = step.step_s - step.exposed_s - work.update_s
+    return _union_s([(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s])
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:

@@ -52,6 +52,11 @@ class StepWorkload:
         gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
         return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
 
+    def slowed(self, more_s: float) -> StepWorkload:
+        """Return the same workload with a backward that takes so much longer, evenly."""
+        factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
+        return replace(self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients))
+
     def on_wire(self, wire: NodeWire | None) -> StepWorkload:
         """Return the same workload with gradients as large as they are on the wire between nodes."""
         if wire is None:
@@ -129,7 +134,7 @@ def chunks_of_step(
             # Chunks take turns over the columns; each algorithm counts its own.
             column = counts.get(name, 0) % columns(bucket)
             counts[name] = counts.get(name, 0) + 1
-            stages = cluster.stages(name, size, wire)
+            stages = cluster.stages(name, size, wire, of_bytes=bucket.num_bytes)
             found.append(
                 SimulatedChunk(
                     bucket=bucket.index,

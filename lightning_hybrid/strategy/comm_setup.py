@@ -71,6 +71,7 @@ class CommSetup:
         self.hook_state: HookState | None = None
         self.elastic: Elastic | None = None
         self.elastic_fit: ElasticFit | None = None
+        self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
         self._tuning: FitTuning | None = None
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
@@ -255,8 +256,7 @@ class CommSetup:
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
-        engine, self.engine = self.engine, None
-        elastic, self.elastic_fit = self.elastic_fit, None
+        engine, elastic, self.engine, self.elastic_fit = self.engine, self.elastic_fit, None, None
         self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
         try:
             if elastic is not None:

@@ -356,7 +356,7 @@ class HybridAllReduce(_Base):
     @property
     def is_global_zero(self) -> bool:
         """Whether this rank writes what is written once."""
-        return super().is_global_zero if (one := self._comm.elastic_fit) is None else one.is_first
+        return super().is_global_zero if self._comm.is_first is None else self._comm.is_first
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""

@@ -71,7 +71,7 @@ def launch_id(otherwise: str) -> str:
 
 def count_classes(root: str) -> int:
     """Count the classes of the image set in `root`, see `imagenet.count_classes`."""
-    from lightning_hybrid.data.images import imagenet  # here: most commands read no images, and start without it
+    from recipes.datasets.images import imagenet  # here: most commands read no images, and start without it
 
     return imagenet.count_classes(root)
 

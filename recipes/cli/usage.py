@@ -8,7 +8,7 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1]
 
-EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib", "scipy")}
+EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",)}
 """Extras of the distribution that commands need, and what each brings that is asked for."""
 
 WITHOUT_PICTURES = ("train", "pack")  # need no `report`; of `train` one callback does, and says so

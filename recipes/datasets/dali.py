@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lightning_hybrid.data.images.crops import Frame
-from lightning_hybrid.data.images.decode import JPEG_MAGIC, decode_rgb
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.source import DecodedImages, RowSource
 from lightning_hybrid.data.order import Batch, Indices
+from recipes.datasets.images.crops import Frame
+from recipes.datasets.images.decode import JPEG_MAGIC, decode_rgb
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.source import DecodedImages, RowSource
 
 log = logging.getLogger(__name__)
 

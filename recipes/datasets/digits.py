@@ -16,8 +16,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import StratifiedKFold, train_test_split
 
 from lightning_hybrid.checks import require_choice
-from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 16

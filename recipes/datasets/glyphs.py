@@ -22,8 +22,8 @@ from matplotlib.ft2font import FT2Font
 from torch import Tensor
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
 
 CHARACTERS = "23456789ABCDEFGHJKLMNPQRSTUVWXYZ"
 NUM_CLASSES = len(CHARACTERS)

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lightning_hybrid.atomic_file import atomic_path, sync
-from lightning_hybrid.data.images.crops import resized, short_side_resized
-from lightning_hybrid.data.images.datamodule import share_of_cores
-from lightning_hybrid.data.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
-from lightning_hybrid.data.images.folder import ImageFolder, check_root
-from lightning_hybrid.data.images.shards import (
+from recipes.cli.ranges import CountOrZero, Seed
+from recipes.datasets.images.crops import resized, short_side_resized
+from recipes.datasets.images.datamodule import share_of_cores
+from recipes.datasets.images.decode import CorruptImageError, decode_rgb, default_decoder, encode_jpeg
+from recipes.datasets.images.folder import ImageFolder, check_root
+from recipes.datasets.images.shards import (
     INDEX_NAME,
     ShardedImages,
     ShardIndex,
@@ -34,7 +35,6 @@ from lightning_hybrid.data.images.shards import (
     damaged_shards,
     shard_name,
 )
-from recipes.cli.ranges import CountOrZero, Seed
 
 PLAN_NAME, CORRUPT_NAME = "packing.json", "corrupt.txt"
 NUM_SAMPLES = 64  # our choice: images whose mean size decides how many make a shard

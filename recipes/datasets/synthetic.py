@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.data.images.datamodule import ImageDataModule
-from lightning_hybrid.data.images.source import RowSource
-from lightning_hybrid.data.normalize import IMAGENET_MEAN, IMAGENET_STD
+from recipes.datasets.images.datamodule import ImageDataModule
+from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
+from recipes.datasets.images.source import RowSource
 
 NUM_TRAIN, NUM_VAL = 1_281_167, 50_000  # of ImageNet (ILSVRC 2012)
 

@@ -22,10 +22,10 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
-from recipes.benchmarks.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
-from recipes.benchmarks.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
+from recipes.gpu.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
+from recipes.gpu.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
 from recipes.gpu.worlds import layout, run_world
 from recipes.networks.resnet import ResNet
 

@@ -1,1 +1,1 @@
-"""Searches over hyper-parameters and the study of the paper's claims."""
+"""Searches over hyper-parameters."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
-from lightning_hybrid.callbacks import RecalibrateBatchNorm
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.run_status import run_status
 from recipes.cli import config_check, launch
 from recipes.cli.world import num_ranks
 from recipes.hyperparams.trial_log import Mode, Status, TrialOutcome, is_at_chance
@@ -79,11 +75,8 @@ class Watch(Callback):
         self.objective, self.mode = objective, mode
         self.limits = list(limits)
         self.curve: list[tuple[float, float]] = []
-        self.running: dict[str, Tensor] = {}  # BatchNorm's moving averages as the last validation found them
         self.status: Status = "done"
         self.reason = ""
-        self.metrics: dict[str, float] = {}  # steps that were skipped; the median of what a codec between nodes lost
-        self.rounding = list[float]()  # what a codec between nodes lost, of each window between two looks
 
     def _end(self, trainer: pl.Trainer, status: Status, reason: str) -> None:
         self.status, self.reason = status, reason
@@ -100,20 +93,6 @@ class Watch(Callback):
             loss = float(trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean"))
             if not math.isfinite(loss):
                 self._end(trainer, "diverged", f"train/loss is {loss} at step {trainer.global_step}")
-            comm = run_status(trainer).comm_trace
-            if comm is not None and (lost := comm.drain().quantisation_nmse) is not None:
-                self.rounding.append(lost)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what belongs to the fit alone."""
-        if self.rounding:
-            self.metrics[m.COMM_QUANTISATION_NMSE] = statistics.median(self.rounding)
-        if (num_skipped := run_status(trainer).num_skipped_steps) is not None:
-            self.metrics[m.TRAIN_SKIPPED_STEPS] = num_skipped
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep running statistics, before `RecalibrateBatchNorm` replaces them."""
-        self.running = {name: value.clone() for name, value in pl_module.named_buffers() if "running_" in name}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the objective, and compare it with its limit."""
@@ -166,7 +145,7 @@ class TrainTrial:
         trainer, module, data = build(cfg)
         trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         trainer.fit(module, data)
-        metrics: dict[str, float] = {"num_steps": trainer.global_step, **watch.metrics}
+        metrics: dict[str, float] = {"num_steps": trainer.global_step}
         if watch.status == "done":
             # The last validation of the fit is that of the final weights only if it came at the very end.
             is_validated = bool(watch.curve) and watch.curve[-1][0] == 1.0
@@ -186,7 +165,6 @@ class TrainTrial:
             )
         if watch.status == "done" and cfg.trainer.limit_test_batches != 0:
             metrics |= {name: float(v) for name, v in trainer.test(module, data, verbose=False)[0].items()}
-            metrics |= _with_running_statistics(trainer, module, data, watch)
         if watch.status == "stopped":
             value = watch.curve[-1][1]
         return TrialOutcome(
@@ -197,23 +175,6 @@ class TrainTrial:
             metrics=metrics,
             curve=tuple(watch.curve),
         )
-
-
-def _with_running_statistics(
-    trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule, watch: Watch
-) -> dict[str, float]:
-    """Test once more with the statistics that training left, where they were recalculated."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    recalibrating = [callback for callback in callbacks if isinstance(callback, RecalibrateBatchNorm)]
-    if not recalibrating:
-        return {}
-    buffers = dict(module.named_buffers())
-    for name, value in watch.running.items():
-        buffers[name].copy_(value)
-    for callback in recalibrating:
-        callbacks.remove(callback)
-    found = trainer.test(module, data, verbose=False)[0]
-    return {f"{name}_running": float(value) for name, value in found.items() if name.startswith("test/")}
 
 
 @contextmanager

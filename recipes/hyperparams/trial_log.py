@@ -93,13 +93,13 @@ class TrialLog:
 
     Args:
         path: File, one JSON object per line; made if missing.
-        fingerprint: Hash of all that the trials have in common. A file with another is refused; None = it is only read.
+        fingerprint: Hash of all that the trials have in common. A file with another is refused.
 
     Raises:
         ValueError: The file belongs to other settings, or holds what is no trial.
     """
 
-    def __init__(self, path: Path, *, fingerprint: str | None) -> None:
+    def __init__(self, path: Path, *, fingerprint: str) -> None:
         self.path = path
         self.fingerprint = fingerprint
         self.outcomes: dict[str, TrialOutcome] = {}
@@ -125,7 +125,7 @@ class TrialLog:
                     f"`{self.path}` line {number} (={line[:60]!r}) must be a trial: {error}. Take the line out: its "
                     "trial is then run again."
                 ) from None
-            if self.fingerprint not in (None, found):
+            if self.fingerprint != found:
                 raise ValueError(
                     f"`{self.path}` line {number} (fingerprint={found}) must come from the same settings as now "
                     f"(={self.fingerprint}): its trials would be compared with others than they ran against. Use "

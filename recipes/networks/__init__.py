@@ -1,1 +1,1 @@
-"""The networks of the recipes."""
+"""The networks of the recipes, their arithmetic, and the peak arithmetic of devices."""

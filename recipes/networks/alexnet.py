@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from lightning_hybrid.checks import require_number, require_whole
-from lightning_hybrid.models.activation_checkpointing import run_stages, stages_of
+from recipes.networks.conv_stages import run_stages, stages_of
 
 BNPosition = Literal["before_relu", "after_pool"]
 SliceFC = Literal["off", "node"] | bool  # YAML reads `off` as a boolean

@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.planning.activations import LiveBytes, meta_step
-from recipes.planning.layers import example_of
+from recipes.planning.activations import LiveBytes, example_of, meta_step
 
 BATCH = 8  # images on the meta device: what does not depend on the batch is a small part of what is counted
 
@@ -93,7 +91,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
     """
     with meta_step(model, precision) as (shadow, dtype):
         images = example_of(shadow, BATCH, image_shape, dtype=dtype)
-        uses, flops = _Uses([*shadow.parameters(), *shadow.buffers()]), FlopCounterMode(display=False)
+        uses = _Uses([*shadow.parameters(), *shadow.buffers()])
 
         def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
             tensors = [value for value in tree_iter(args) if isinstance(value, Tensor)]
@@ -104,7 +102,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
                     module=module,
                     address=first.untyped_storage()._cdata,
                     input_bytes=first.nbytes,
-                    flops=flops.get_total_flops(),
+                    flops=uses.flops,
                     live=uses.now,
                     is_cut=len(tensors) == 1,
                 )
@@ -116,10 +114,10 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             module.register_forward_pre_hook(lambda module, args, name=name: begin(name, module, args))
             for name, module in list(_units(shadow)) or [("", shadow)]
         ]
-        with flops, uses:
+        with uses:
             uses.use(next(iter(tree_iter(images))))
             logits = shadow(images)
-        end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=flops.get_total_flops(), live=uses.now)
+        end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
         del logits
         for handle in handles:
             handle.remove()

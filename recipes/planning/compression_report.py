@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.compression import WireStep, compressed_steps, proposed, wire_step
 from lightning_hybrid.planning.simulate import SimulatedSteps
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.results import time_text
+from recipes.planning.estimates.compression import WireStep, compressed_steps, proposed, wire_step
 
 
 @dataclass(frozen=True, kw_only=True)

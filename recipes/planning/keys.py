@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.node_wire import WireName
 from lightning_hybrid.planning.simulate import Jitter
 from recipes.cli.ranges import Count, NotNegative, Positive
+from recipes.planning.estimates.failures import Failures
 from recipes.planning.scenario import Search
 
 SIMULATE_KEYS: dict[str, Any] = {
@@ -39,6 +39,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "search": Search | None,
     "compare": list[str] | None,
     "prices_per_node_hour": list[Positive] | None,
+    "pictures": bool,
     "run_dir": str,
     "model": nn.Module,
     "cluster.about": str,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.planning.activations import LiveBytes, example_of
 
 FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
 
@@ -23,8 +23,8 @@ class WithoutValues(TorchFunctionMode):
     """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
 
     >>> with WithoutValues():
-    ...     nn.Linear(2, 3).weight.device
-    device(type='meta', index=None)
+    ...     nn.Linear(2, 3).weight.is_meta
+    True
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,13 +34,6 @@ class WithoutValues(TorchFunctionMode):
             return args[0] if args else kwargs["tensor"]
         with torch.device("meta"):
             return func(*args, **kwargs)
-
-
-def example_of(model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
-    if (example := getattr(model, "example", None)) is not None:
-        return example(num_samples, *shape, device="meta")
-    return torch.empty(num_samples, *shape, device="meta", dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +57,17 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     """
     shadow = copy.deepcopy(model).to("meta").train()
     found: dict[str, Layer] = {}
-    counter = FlopCounterMode(display=False)
+    counter = LiveBytes()
     before: dict[str, int] = {}
     owners: dict[int, str] = {}  # a shared parameter is the first layer's: its gradient is complete there
 
     def begin(name: str) -> None:
-        before[name] = counter.get_total_flops()
+        before[name] = counter.flops
 
     def end(name: str, module: nn.Module) -> None:
         own = [one for one in module.parameters(recurse=False) if owners.setdefault(id(one), name) == name]
         numels = tuple(parameter.numel() for parameter in own)
-        flops = (counter.get_total_flops() - before[name]) // 2  # two images
+        flops = (counter.flops - before[name]) // 2  # two images
         earlier = found.pop(name).forward_flops if name in found else 0
         found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
 

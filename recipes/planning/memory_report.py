@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.memory import HALF_PRECISIONS, USABLE_SHARE, MemoryNeed, StateBytes, memory_needs
 from recipes.cli.markdown import markdown_table
 from recipes.planning.activations import has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.estimates.memory import HALF_PRECISIONS, USABLE_SHARE, MemoryNeed, StateBytes, memory_needs
 from recipes.planning.layers import WithoutValues
 from recipes.planning.parallelism import PipelineChoice
 from recipes.planning.scenario import Scenario
@@ -38,7 +39,10 @@ class MemoryReport:
 
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig) -> MemoryReport:
-        """Measure the activations of a step on the meta device, and count the rest."""
+        """Measure the activations of a step on the meta device, and count the rest.
+
+        With re-materialisation they are measured only where they do not fit without: torch imports its compiler for it.
+        """
         with WithoutValues():
             model = instantiate(cfg.model)
         state = StateBytes.of(
@@ -48,27 +52,29 @@ class MemoryReport:
             copies_gradients=cfg.precision in HALF_PRECISIONS
             and not (scenario.on_cuda and cfg.optimizer in ("lars", "lamb")),
         )
-        again = None
-        if has_checkpointing(model):
-            is_on = model.checkpoint_activations
-            again = None if is_on else with_checkpointing(model, is_on=True)
-        ask = {"batch_size": scenario.batch_size_per_rank, "precision": cfg.precision}
-        shape = list(cfg.image_shape)
+        shape, memory_bytes = list(cfg.image_shape), cfg.cluster.gpu_memory_bytes
         blocks = blocks_of(model, shape, precision=cfg.precision)
-        needs = memory_needs(
+        measure = partial(
+            step_bytes, image_shape=shape, batch_size=scenario.batch_size_per_rank, precision=cfg.precision
+        )
+        list_needs = partial(
+            memory_needs,
             state,
             [numel for block in blocks for numel in block.numels],
             ranks_per_node=scenario.cluster.ranks_per_node,
             world_size=scenario.cluster.world_size,
-            activation_bytes=step_bytes(model, shape, **ask),
-            checkpointed_bytes=None if again is None else step_bytes(again, shape, **ask),
+            activation_bytes=measure(model),
             largest_block=max(sum(block.numels) for block in blocks),
         )
+        needs = list_needs(checkpointed_bytes=None)
+        can_checkpoint = has_checkpointing(model) and not model.checkpoint_activations
+        if can_checkpoint and memory_bytes is not None and not needs[0].fits(memory_bytes):
+            needs = list_needs(checkpointed_bytes=measure(with_checkpointing(model, is_on=True)))
         return cls(
             state=state,
             blocks=tuple(blocks),
             needs=tuple(needs),
-            memory_bytes=cfg.cluster.gpu_memory_bytes,
+            memory_bytes=memory_bytes,
             batch_size_per_rank=scenario.batch_size_per_rank,
         )
 

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from matplotlib.axes import Axes
-
-from lightning_hybrid.callbacks.run_report.figure import SERIES, Panel, in_units
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.memory import StateBytes
-from lightning_hybrid.planning.pipeline_cost import (
+from recipes.cli.markdown import markdown_table
+from recipes.planning.blocks import Block
+from recipes.planning.estimates.memory import StateBytes
+from recipes.planning.estimates.pipeline_cost import (
     PipelineTask,
     StageLoad,
     most_kept_bytes,
@@ -21,8 +20,6 @@ from lightning_hybrid.planning.pipeline_cost import (
     simulate_pipeline,
     waiting_share,
 )
-from recipes.cli.markdown import markdown_table
-from recipes.planning.blocks import Block
 from recipes.planning.layers import FORWARD_SHARE
 from recipes.planning.scenario import Scenario
 
@@ -131,7 +128,7 @@ class _Pipeline:
         order = schedule_tasks(self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank)
         work, num_stages = scenario.work(), self.num_ranks * per_rank
         images = self.num_ranks * scenario.batch_size_per_rank / self.num_micro
-        image_s = (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
+        image_s = scenario.cluster.slowdown * (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
         flops = sum(block.forward_flops for block in self.blocks) or 1
         forwards_s = [FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks]
         backwards_s = [(1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s]
@@ -230,24 +227,3 @@ def pipeline_table(choices: Sequence[PipelineChoice], num_shown: int = 8) -> str
     ]
     header = ["pipeline", "step s", "bubble", "GB of each rank", "MB over each cut, each way", "cut before"]
     return markdown_table(header, rows)
-
-
-def schedule_panel(choice: PipelineChoice) -> Panel:
-    """Return what each rank does when: forward and backward of each micro-batch, and nothing where it waits."""
-
-    def draw(axes: Axes) -> None:
-        axes.set_title(f"{choice.schedule}, {choice.num_microbatches} micro-batches: ranks wait {choice.bubble:.1%}")
-        total_s = max(task.end_s for tasks in choice.tasks for task in tasks)
-        for rank, tasks in enumerate(choice.tasks):
-            for task in tasks:
-                width_s, turn = task.end_s - task.begin_s, task.stage // choice.num_ranks
-                colour = SERIES[not task.is_forward]  # the second stage of a rank is darker
-                axes.barh(rank, 0.94 * width_s, left=task.begin_s, color=colour, alpha=min(0.35 + 0.25 * turn, 1))
-                if width_s > 0.06 * total_s:  # room for a number
-                    axes.text(task.begin_s + width_s / 2, rank, str(task.microbatch), ha="center", va="center")
-        axes.set_yticks(range(choice.num_ranks), [f"rank {rank}" for rank in range(choice.num_ranks)])
-        axes.invert_yaxis()
-        axes.set_xlabel("blue: forward, orange: backward")
-        in_units(axes, x="s")
-
-    return draw, 90 + 34 * choice.num_ranks

@@ -11,9 +11,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from lightning_hybrid.planning.failures import SHARES, Failures
+from lightning_hybrid.planning.cluster import HOLDS_TO, MEASURED_FROM, times_measured
 from recipes.cli.markdown import markdown_table
 from recipes.cli.results import time_text
+from recipes.planning.estimates.failures import SHARES, Failures
 from recipes.planning.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario, scenario_of
 
 if TYPE_CHECKING:
@@ -166,6 +167,11 @@ def how_sure(report: SimulationReport) -> str:
             "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
             f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
         )
+    if (measured := cluster.measured_nodes or 0) >= MEASURED_FROM:
+        holds = f"and their curve holds to {HOLDS_TO * measured}"
+        if times_measured(cluster) > HOLDS_TO:
+            holds = f"beyond {HOLDS_TO * measured} its curve is not known to hold: the interval is wider"
+        return f"How sure: sums were measured on {measured} nodes, {holds}.{rate}"
     return (
         "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
         f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"

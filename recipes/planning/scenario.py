@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 
 from lightning_hybrid.comm.plan import CommPlan
 from lightning_hybrid.planning.cluster import Cluster, bounds
-from lightning_hybrid.planning.compression import BYTES, average_s, with_averages
 from lightning_hybrid.planning.node_wire import NodeWire, WireName
 from lightning_hybrid.planning.plan_search import Candidate, rank_plans, with_buckets
 from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.ranges import CountOrZero
+from recipes.planning.estimates.compression import BYTES, average_s, with_averages
 from recipes.planning.layers import Layer, WithoutValues, flops_per_image, layers_of, measured_work, work_of
 
 

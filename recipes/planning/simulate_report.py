@@ -10,11 +10,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from matplotlib.axes import Axes
 from omegaconf import DictConfig
 
-from lightning_hybrid.callbacks.run_report.figure import MUTED, SERIES, Panel, in_units, write_svg
-from lightning_hybrid.planning.failures import Failures
 from lightning_hybrid.planning.plan_search import (
     CLEARLY_LESS,
     CLEARLY_LESS_BY_HIERARCHY,
@@ -22,12 +19,14 @@ from lightning_hybrid.planning.plan_search import (
     Candidate,
     chosen,
 )
-from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps, to_trace
+from lightning_hybrid.planning.simulate import NO_JITTER, SimulatedSteps
 from recipes.cli.results import environment, time_text, write_json
 from recipes.planning.compression_report import CompressionReport
+from recipes.planning.estimates.failures import Failures
+from recipes.planning.estimates.step_trace import to_trace
 from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
-from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, schedule_panel, what_pays
+from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.run_time import RunTime, how_sure, preset_of, run_lines
 from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import Scenario, Search
@@ -161,6 +160,7 @@ class SimulationReport:
         input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
         is_waiting = outcome.step_s > 2 * outcome.alone_s
         limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
+        limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
         ends_s = self.run.step_bounds_s
         between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
         return (
@@ -258,37 +258,10 @@ class SimulationReport:
         write_json(folder / "simulate.json", content)
         (folder / "table.md").write_text(self.markdown() + "\n")
         to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
-        curve: list[Panel] = [(self._draw_scaling, 220)] if self.curve else []
-        write_svg(folder / "simulate.svg", [(self._draw_step, 260), *curve])
-        if self.pipelines:
-            write_svg(folder / "pipeline.svg", [schedule_panel(self.pipelines[0])])
+        if config["pictures"]:
+            from recipes.planning.pictures import draw  # here: to import what draws takes a second
 
-    def _draw_step(self, axes: Axes) -> None:
-        work, outcome = self.scenario.work(), self.outcome
-        exposed = time_text(float(outcome.exposed_s.mean()))
-        axes.set_title(f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients")
-        spans = [("forward", 0.0, work.forward_s), ("backward", work.forward_s, work.forward_s + work.backward_s)]
-        for span in outcome.first.spans:
-            spans.append((f"{span.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s))
-        names = list(dict.fromkeys(name for name, *_ in spans))
-        for name, begin_s, end_s in spans:
-            colour = MUTED if name in ("forward", "backward") else SERIES[0]
-            axes.barh(name, end_s - begin_s, left=begin_s, height=0.7, color=colour)
-        exposed_from_s = work.forward_s + work.backward_s
-        axes.axvspan(exposed_from_s, max(exposed_from_s, *(end_s for *_, end_s in spans)), color=SERIES[1], alpha=0.3)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel("orange: nothing to do but wait")
-        in_units(axes, x="s")
-
-    def _draw_scaling(self, axes: Axes) -> None:
-        asked = self.scenario.cluster.world_size
-        efficiency = next((p.efficiency for p in self.curve if p.num_ranks == asked), self.outcome.efficiency)
-        axes.set_title(f"Of {asked:,} ranks each works at {efficiency:.0%} of one alone")
-        shares = [100 * point.efficiency for point in self.curve]
-        axes.semilogx([point.num_ranks for point in self.curve], shares, marker="o")
-        axes.set_ylim(max(0, 10 * (min(shares) // 10) - 10), 105)
-        axes.set_xlabel("ranks")
-        in_units(axes, x="", y="%")
+            draw(self, folder)
 
 
 def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:

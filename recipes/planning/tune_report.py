@@ -195,6 +195,7 @@ class TuneReport:
             f"about: {json.dumps(self.about)}",
             "links:",
             "  _target_: lightning_hybrid.planning.cluster.Cluster",
+            "  _convert_: all",
             f"  num_nodes: {nodes}",
             f"  ranks_per_node: {cluster.ranks_per_node}",
             "  inside:",
@@ -207,13 +208,12 @@ class TuneReport:
             f"    bytes_per_s: {_yaml(cluster.across.bytes_per_s)} # messages: {across}",
             f"  nics_per_node: {cluster.nics_per_node}",
             f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
-            f"  factors: {{{', '.join(f'{k}: {v:g}' for k, v in cluster.factors.items())}}} # measured over modelled",
+            f"  measured_nodes: {cluster.measured_nodes} # curves hold to 8 times as many",
+            "  curves: # measured over modelled time, by the bytes of a sum",
+            *(f"    {what}: {dict(curve)}" for what, curve in cluster.curves.items()),
             "  transport:",
         ]
-        if isinstance(transport, Gloo):
-            lines.append("    _target_: lightning_hybrid.planning.cost_gloo.Gloo")
-        else:
-            lines += ["    _target_: lightning_hybrid.planning.cost_nccl.Nccl", "    _convert_: all"]
+        lines.append(f"    _target_: {type(transport).__module__}.{type(transport).__name__}")
         for name, value in asdict(transport).items():
             lines.append(f"    {name}: {_yaml(value)}")
         lines += ["  codec:", "    _target_: lightning_hybrid.planning.node_wire.CodecRates"]

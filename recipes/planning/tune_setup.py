@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -42,6 +43,7 @@ KEYS: dict[str, Any] = {
     "measure": Measurement,
     "samples": str | None,
     "inside": Literal["nvlink", "pci"],
+    "nccl_log": str | None,
     "image_shape": list[Count],
     "batch_size_per_rank": Count,
     "images_per_s": Positive | None,
@@ -171,6 +173,25 @@ def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
             f"`samples` (={path}) must be the summary.json that `{command('tune')}` wrote: {error!r}. Leave it out to "
             "measure."
         ) from error
+
+
+def read_nccl_log(path: str) -> dict[str, Any]:
+    """Return the channels of NCCL's rings and its version, as fields of `MeasuredSetup`.
+
+    NCCL logs the channels of its graph where it searches for rings ("Pattern 4"); it sums on copies of them.
+
+    Raises:
+        ValueError: There are none in this file.
+    """
+    text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
+    channels = re.findall(r"NCCL INFO Pattern 4, .*?nChannels ([1-9]\d*)", text)
+    if not channels:
+        raise ValueError(
+            f"`nccl_log` (={path}) must be a log of NCCL with its graph: channels are read from it. Run any job with "
+            "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH, or leave it out."
+        )
+    version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
+    return {"channels": int(channels[-1]), **({} if version is None else {"nccl_version": version[1]})}
 
 
 def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> MeasuredSetup:

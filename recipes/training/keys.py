@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.checks import first_line
 from lightning_hybrid.data.order import EpochOrder, largest_global_batch_size
-from lightning_hybrid.models import forward_flops_per_image
 from recipes.cli import preflight
 from recipes.cli.ranges import Count, NotNegative, Positive, Ranks, Seed
+from recipes.networks.flops import forward_flops_per_image
 
 TRAIN_KEYS: dict[str, Any] = {
     "seed": Seed,

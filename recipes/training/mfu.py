@@ -8,7 +8,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_hybrid.callbacks import TrainingMetrics
-from lightning_hybrid.models import peak_flops_per_s, training_flops_per_image
+from recipes.networks.flops import training_flops_per_image
+from recipes.networks.peak_flops import peak_flops_per_s
 
 
 def fill_in(trainer: pl.Trainer, model: nn.Module, cfg: DictConfig) -> None:

@@ -1,1 +1,1 @@
-"""What users write, in some 430 cases: run under Lightning's own `ddp` and under ours, and judged."""
+"""What users write, in some 300 cases: run under Lightning's own `ddp` and under ours, and judged."""

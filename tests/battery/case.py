@@ -71,9 +71,6 @@ def on_ranks(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
         return [judge.Result(error=str(error)) for _ in range(ranks.world_size)]
 
 
-# ---- ordinary use ----------------------------------------------------------------------------------------------------
-
-
 def samples() -> toy.Blobs:
     """32 samples for each rank: as many steps on one as on two."""
     return toy.Blobs(32 * num_ranks())
@@ -193,9 +190,6 @@ def strategy_of(name: str, precision: str, find_unused: bool) -> Strategy:
         return DDPStrategy(find_unused_parameters=find_unused)
     scale = DynamicLossScale(FIRST_SCALE) if precision == "16-true" else None
     return HybridAllReduceStrategy(loss_scale=scale, find_unused_parameters=find_unused)
-
-
-# ---- behaviours ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,9 +155,6 @@ def shown(losses: list[float]) -> str:
     return " ".join(text if len(text) < 9 else [*text[:4], "..", *text[-4:]])
 
 
-# ---- behaviours ------------------------------------------------------------------------------------------------------
-
-
 def plain(value: Any, *, folder: Path, is_exact: bool) -> Any:
     """Make what was seen comparable between processes and strategies: objects by type, tensors by dtype and value.
 

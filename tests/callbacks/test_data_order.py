@@ -1,9 +1,7 @@
 """What decides who reads which sample is read off any loader, and compared between ranks."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.callbacks.replica_check import order_of
@@ -27,26 +25,7 @@ def test_of_our_loaders_the_order_and_the_epoch_are_told():
     assert found == order_of(Loader(EpochOrder(**order, rank=0)))
 
 
-def test_a_sampler_behind_a_batch_sampler_is_found():
-    sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=5)
-    batches = DataLoader(range(10), batch_size=2, sampler=sampler).batch_sampler
-    assert order_of(DataLoader(range(10), batch_sampler=batches))["seed"] == 5
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
-def test_of_several_loaders_each_is_told_and_what_has_no_length_has_none():
-    found = order_of([DataLoader(range(6), batch_size=2), DataLoader(Stream())])
-    assert found["number of batches of loader 0"] == 3
-    assert found["number of batches of loader 1"] is None
-    assert found["batch_size of loader 0"] == 2
-
-
 def with_a_seed_of_its_own():
-    """On rank one."""
     sampler = DistributedSampler(toy.Blobs(), num_replicas=2, rank=dist.get_rank(), seed=2 + 7 * dist.get_rank())
     return DataLoader(toy.Blobs(), batch_size=8, sampler=sampler)
 

@@ -1,7 +1,5 @@
 """The moving average: of the masters, exact in fp32, through validation, a resumption and the end of training."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -46,7 +44,6 @@ class ByHand(pl.Callback):
 
 
 def averaged(precision):
-    """By hand, what validation last saw and the last step's average, and what the module holds in the end."""
     by_hand = ByHand()
     module = fit(more=[by_hand, MasterWeightAveraging(decay=DECAY)], precision=precision)[1]
     return by_hand.average, by_hand.validated, [tensor.detach().clone() for tensor in tensors_of(module)]
@@ -91,20 +88,6 @@ def whole_and_resumed(run_dir):
 def test_a_decay_outside_its_range_is_refused():
     with pytest.raises(ValueError, match=r"`decay` \(=1\.5\) must be between 0 and 1"):
         MasterWeightAveraging(decay=1.5)
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, "meta"), ("cpu", "cpu")])
-def test_the_average_lives_where_the_model_will_be_unless_told_otherwise(given, expected):
-    """When it is made, the model is still on the CPU: there, each step would copy every master over."""
-    ema = MasterWeightAveraging(device=given)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
-    module = toy.Toy()
-    for _ in range(2):
-        ema.setup(trainer, module, "fit")
-        assert {tensor.device.type for tensor in ema._average_model.module.parameters()} == {expected}
-        trainer.strategy.root_device = torch.device("cpu")  # another fit, on another device
-        expected = "cpu"
-    assert {tensor.device.type for tensor in module.parameters()} == {"cpu"}
 
 
 class OnTheHost(int):

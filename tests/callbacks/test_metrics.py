@@ -1,7 +1,7 @@
 """The table of metrics is complete: what is logged is explained, and the other way round."""
 
 from lightning_hybrid.callbacks import metrics
-from lightning_hybrid.callbacks.metrics import BUCKET_EXPOSED_S, METRICS, exposed_s_of_bucket, metric_of
+from lightning_hybrid.callbacks.metrics import METRICS
 
 
 def test_every_name_has_one_entry_with_a_group_a_unit_and_a_sentence():
@@ -15,11 +15,3 @@ def test_every_name_has_one_entry_with_a_group_a_unit_and_a_sentence():
         assert metric.from_clock or "s" not in metric.unit
         assert metric.meaning[0].isupper()
         assert metric.meaning.endswith(".")
-
-
-def test_a_metric_of_a_bucket_is_known_by_its_pattern():
-    assert metric_of(exposed_s_of_bucket(17)) is BUCKET_EXPOSED_S
-    assert BUCKET_EXPOSED_S.from_clock
-    assert all(metric_of(name) is metric for name, metric in METRICS.items())
-    for name in ("comm/exposed_s/bucket_", "comm/exposed_s/bucket_x", "a/comm/exposed_s/bucket_1", "train/other"):
-        assert metric_of(name) is None

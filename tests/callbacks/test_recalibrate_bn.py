@@ -1,20 +1,15 @@
 """BatchNorm's statistics of the present weights: against one pass over all images, on any number of ranks."""
 
-from __future__ import annotations
-
 import warnings
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, RecalibrateBatchNorm
-from lightning_hybrid.callbacks.recalibrate_bn import _Statistics
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets.digits import DigitsDataModule
 from tests import toy
@@ -62,7 +57,6 @@ def run(callbacks, accumulate=1, epochs=2, ckpt_path=None, dropout=0.5):
 
 
 def seen_by_validation(accumulate, averages=False):
-    """What each validation saw, what the module holds in the end, and what was logged."""
     callbacks = [*[MasterWeightAveraging(decay=0.5)] * averages, RecalibrateBatchNorm(NUM_IMAGES)]
     trainer, module, _ = run(callbacks, accumulate=accumulate, epochs=1 if averages else 2)
     end = {name: value.clone() for name, value in module.net.state_dict().items()}
@@ -107,30 +101,10 @@ def test_an_average_of_weights_gets_statistics_of_its_own(one_rank):
     assert all(torch.equal(end[name], value) for name, value in seen[-1].items())  # in the end the module has both
 
 
-def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks, four_ranks):
+def test_they_are_the_same_on_any_number_of_ranks(one_rank, two_ranks):
     """Ghost batches of 16 images each. Weights differ by the order of the ranks' sums, so before the first step."""
-    ends = [
-        ranks.run(untrained, 4 // num_ranks) for ranks, num_ranks in ((one_rank, 1), (two_ranks, 2), (four_ranks, 4))
-    ]
-    for of_ranks in ends:
-        for state in of_ranks:
-            for name, value in state.items():
-                assert torch.equal(value, ends[0][0][name]), name
-
-
-def written_by_loaders_of_other_lengths():
-    layer, rank = nn.BatchNorm1d(2), dist.get_rank()
-    statistics = _Statistics([layer])
-    for batch in range(2 + rank):
-        statistics.note(layer, (torch.full((4, 2), float(10 * batch + rank)),))
-        statistics.end_batch()
-    statistics.write()
-    return layer.running_mean.tolist()
-
-
-def test_batches_that_only_some_ranks_have_count_on_none(two_ranks):
-    """A stream of images may be shorter on one rank; gathering more of one than of another would mix them up."""
-    assert two_ranks.run(written_by_loaders_of_other_lengths) == [[(0 + 1 + 10 + 11) / 4] * 2] * 2
+    (alone,) = one_rank.run(untrained, 4)
+    assert all(same(alone, state) for state in two_ranks.run(untrained, 2))
 
 
 def untrained(accumulate):
@@ -145,7 +119,7 @@ def untrained(accumulate):
 class FineTuned(toy.Toy):
     """Dropout, and a first normalisation by statistics of other data, as fine-tuning keeps them."""
 
-    def __init__(self, freezes="epoch start"):
+    def __init__(self, freezes=True):
         super().__init__()
         self.freezes = freezes
         with torch.random.fork_rng():
@@ -157,107 +131,56 @@ class FineTuned(toy.Toy):
     def forward(self, images):
         return self.net(images)
 
-    def train(self, mode=True):
-        super().train(mode)
-        if self.freezes == "train":
-            self.net[1].eval()
-        return self
-
     def on_train_epoch_start(self):
-        if self.freezes == "epoch start":
+        if self.freezes:
             self.net[1].eval()
 
 
-def frozen(freezes, is_test):
-    """Each rank's statistics, modes in the end, and what is warned of."""
-    module, callbacks = FineTuned(freezes), [RecalibrateBatchNorm(32)]
+def frozen():
+    module, callbacks = FineTuned(), [RecalibrateBatchNorm(32)]
     trainer = toy.trainer(callbacks=callbacks, limit_train_batches=2, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if is_test:
-            module.train_dataloader = toy.loader
-            trainer.test(module, toy.loader(), verbose=False)
-        else:
-            trainer.fit(module, toy.loader(), toy.loader())
+        trainer.fit(module, toy.loader(), toy.loader())
     norms = [module.net[1], module.net[3]]
     means = [layer.running_mean.tolist() for layer in norms]
     text = [str(each.message) for each in caught if "recalibrate_bn" in str(each.message)]
     return means, [layer.training for layer in norms], text
 
 
-@pytest.mark.parametrize(("freezes", "is_test"), [("epoch start", False), ("train", True)])
-def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks, freezes, is_test):
-    """A test alone has never trained: there the module's own `train` says what does not."""
-    found = two_ranks.run(frozen, freezes, is_test)
+def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics(two_ranks):
+    found = two_ranks.run(frozen)
     for means, modes, _ in found:
         assert means[0] == [3.0] * 8
         assert means[1] != [0.0] * 8
         assert means == found[0][0]
-        assert modes == ([True, True] if is_test else [False, True])
+        assert modes == [False, True]
     assert [len(text) for *_, text in found] == [1, 0]
     assert found[0][2][0].startswith("`callbacks=recalibrate_bn`: `net.1` keep their statistics")
 
 
-class Draws(torch.utils.data.Sampler):
-    """Batches from NumPy's numbers."""
-
-    def __init__(self):
-        self.draw = np.random.default_rng(5)
-
-    def __iter__(self):
-        return iter(self.draw.permutation(64).reshape(8, 8).tolist())
-
-    def __len__(self):
-        return 8
-
-
-def loader_of(kind):
-    data, own = toy.Blobs(64), torch.Generator().manual_seed(7)
-    if kind == "batch sampler":
-        return DataLoader(data, batch_sampler=Draws())
-    if kind == "sampler":
-        return DataLoader(data, 8, sampler=torch.utils.data.RandomSampler(data, generator=own))
-    more = {"generator": own} if kind == "loader" else {}
-    if kind == "workers":
-        more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    return DataLoader(data, 8, shuffle=True, **more)
-
-
-def with_and_without(kind, precision):
+def with_and_without(num_workers, precision):
+    more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"} if num_workers else {}
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
-        module = FineTuned("never")
+        module, own = FineTuned(False), torch.Generator().manual_seed(7)
+        loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
         torch.manual_seed(1)
         settings = {"use_distributed_sampler": False, "val_check_interval": 3, "num_sanity_val_steps": 0}
-        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(module, loader_of(kind), toy.loader())
+        toy.trainer(callbacks=callbacks, precision=precision, **settings).fit(module, loader, toy.loader())
         state = {name: value for name, value in toy.weights(module).items() if "running" not in name}
         ends.append([state, module.losses])
     return same(*ends)
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.parametrize("kind", ["global numbers", "loader", "sampler", "batch sampler", "workers"])
-def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank, kind):
+def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank):
     """A pass in the middle of an epoch draws from the generators of loader, samplers and process."""
-    assert one_rank.run(with_and_without, kind, "32-true") == [True]
+    assert one_rank.run(with_and_without, 1, "32-true") == [True]
 
 
 def test_training_in_half_precision_has_the_same_bits_with_and_without(two_ranks):
-    assert two_ranks.run(with_and_without, "global numbers", "16-true") == [True, True]
-
-
-def resumed(folder):
-    # Without dropout: Lightning restores no random state.
-    _, whole, _ = run([RecalibrateBatchNorm(128)], dropout=0.0)
-    trainer, _, _ = run([RecalibrateBatchNorm(128)], epochs=1, dropout=0.0)
-    trainer.save_checkpoint(path := f"{folder}/some.ckpt")
-    _, again, _ = run([RecalibrateBatchNorm(128)], dropout=0.0, ckpt_path=path)
-    return whole.net.state_dict(), again.net.state_dict()
-
-
-def test_a_resumed_run_goes_on_to_the_bit(one_rank, tmp_path):
-    ((whole, again),) = one_rank.run(resumed, str(tmp_path))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert two_ranks.run(with_and_without, 0, "16-true") == [True, True]
 
 
 class WithoutForward(Digits):
@@ -267,20 +190,11 @@ class WithoutForward(Digits):
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
 
-SHORT = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
-
-
 def test_a_module_without_forward_is_told_what_to_give():
     data = DigitsDataModule(global_batch_size=64, seed=3)
     words = r"`WithoutForward.forward` is not defined: .*RecalibrateBatchNorm.forward=lambda module"
+    short = {"max_epochs": 1, "limit_train_batches": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
     with pytest.raises(Exception, match=words):
-        toy.trainer(callbacks=RecalibrateBatchNorm(64), **SHORT).fit(WithoutForward(), data)
+        toy.trainer(callbacks=RecalibrateBatchNorm(64), **short).fit(WithoutForward(), data)
     given = RecalibrateBatchNorm(64, forward=lambda module, batch: module.net(batch[0]))
-    toy.trainer(callbacks=given, **SHORT).fit(WithoutForward(), data)
-
-
-def test_without_training_data_it_says_so():
-    module = Digits()
-    module.test_dataloader = lambda: DataLoader(toy.Blobs(8))
-    with pytest.raises(Exception, match=r"`callbacks=recalibrate_bn` needs training data .* found none"):
-        toy.trainer(callbacks=RecalibrateBatchNorm()).test(module, DataLoader(toy.Blobs(8)), verbose=False)
+    toy.trainer(callbacks=given, **short).fit(WithoutForward(), data)

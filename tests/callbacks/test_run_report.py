@@ -1,10 +1,7 @@
 """The report of a run, a resumed one included."""
 
-from __future__ import annotations
-
 import html
 import json
-import pickle
 import re
 
 import pytest
@@ -14,15 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hybrid import HybridAllReduceStrategy, Report
 from lightning_hybrid.callbacks import RunReport
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report.curve import Curve
-from lightning_hybrid.checkpoint.host_copy import deep_copied
 from tests import toy
-from tests.callbacks.support import WINDOWS, counting, fit
+from tests.callbacks.support import counting, fit
 
 
 @pytest.fixture(scope="module")
 def written(two_ranks, tmp_path_factory):
-    """The folder and the table of a run that was tested."""
     folder = tmp_path_factory.mktemp("run")
     return folder, two_ranks.run(report_after_a_test, str(folder))[0]
 
@@ -87,7 +81,6 @@ def table_of_the_best(run_dir):
 
 
 def rows_of(content):
-    """Cells of all tables by the first of their row."""
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in re.split("<tr[^>]*>", content)]
     return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
 
@@ -167,39 +160,3 @@ def whole_and_resumed(path):
     _, whole = run()
     run(max_epochs=1)[0].save_checkpoint(path)
     return whole, run(ckpt_path=path)[1]
-
-
-def test_a_checkpoint_holds_no_more_plain_data_for_longer_curves():
-    """Of twenty metrics 2,000 points were 40,000 tuples to copy, while training waited, and to pickle."""
-    num_bytes = set()
-    for num_points in (2, 2000):
-        report, again = RunReport(), RunReport()
-        report.curves = {m.TRAIN_LOSS: Curve((step, step / 3) for step in range(num_points))}
-        state = report.state_dict()
-        num_bytes.add(len(pickle.dumps(deep_copied(state, of_tensor=lambda tensor: None))))
-        del state["communication"]  # as in a checkpoint of before it was kept
-        again.load_state_dict(state)
-        assert again.curves == report.curves
-    assert len(num_bytes) == 1
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["one node", "cuda", "nothing"])
-def test_a_report_says_null_of_what_was_not_measured(two_ranks, tmp_path, kind):
-    table = two_ranks.run(report_of_window, str(tmp_path), WINDOWS[kind])[0]
-    section = json.loads((tmp_path / "summary.json").read_text())["communication"]
-    assert section["achieved_bytes_per_s"] is section["achieved_share"] is None
-    assert (section["exposed_s_per_step"] is None) == (kind != "one node")
-    assert (section["link_bytes"] > 0) == (kind == "cuda")
-    assert [bucket["mean_in_flight_s"] for bucket in section["per_bucket"]] == {
-        "one node": [pytest.approx(0.1), pytest.approx(0.2)],
-        "cuda": [None],
-        "nothing": [],
-    }[kind]
-    words = {"one node": "none between nodes", "cuda": "  time not measured", "nothing": "  not measured"}[kind]
-    assert words in next(row for row in table.splitlines() if row.startswith("communication"))
-
-
-def report_of_window(run_dir, window):
-    report = RunReport(run_dir)
-    return report.table(fit(more=[report], strategy=counting(window))[2])

@@ -1,7 +1,5 @@
 """What training logs, when, and what that is."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -36,13 +34,6 @@ def test_metrics_are_logged_at_their_steps_with_their_values(two_ranks):
     assert one.column(m.IMAGES_PER_S) == {6: 32.0, 8: 32.0}
     assert one.column(m.FLOPS_PER_S) == pytest.approx({6: 32e9, 8: 32e9})
     assert one.column(m.MFU) == pytest.approx({6: 0.16, 8: 0.16})
-
-
-def test_accumulated_batches_make_one_step(two_ranks):
-    """Two batches a step: 32 images in a second, and a logged loss of one batch, not of half a batch."""
-    one, other = seen(two_ranks, skip_steps=2, accumulate_grad_batches=2, log_every_n_steps=1)
-    assert one.column(m.IMAGES_PER_S) == {3: 32.0, 4: 32.0}
-    assert one.column(m.TRAIN_LOSS)[4] == pytest.approx((one.losses[-1] + other.losses[-1]) / 2, rel=1e-6)  # fp32 mean
 
 
 def test_communication_is_logged_per_step_per_bucket_and_against_its_bound(two_ranks):
@@ -86,12 +77,6 @@ def test_what_was_not_measured_is_not_logged(two_ranks, kind, missing):
     assert {name for name in METRICS if name.startswith("comm/")} - names == missing
 
 
-def test_stock_strategies_log_what_they_have(two_ranks):
-    of_training = {m.TRAIN_LOSS, m.TRAIN_LR, m.TRAIN_MOMENTUM, m.IMAGES_PER_S, m.PEAK_MEMORY_BYTES}
-    names = seen(two_ranks, strategy="ddp", precision="32-true")[0].names()
-    assert names & METRICS.keys() == of_training | {m.VAL_LOSS, m.VAL_ACC}
-
-
 def test_between_logged_steps_nothing_is_read(two_ranks):
     assert two_ranks.run(reads_of_the_scale) == [4, 4]
 
@@ -123,8 +108,7 @@ def test_momentum_is_that_of_the_step(two_ranks, optimizer, expected):
 
 
 def test_waiting_for_data_is_per_step_and_of_its_window(two_ranks):
-    """Each batch is waited for 3 ms, of which the first four are not logged; then two batches make a step."""
-    assert two_ranks.run(waits_logged, 1)[0] == pytest.approx({6: 0.003, 8: 0.003})
+    """Each batch is waited for 3 ms, of which the first four are not logged; two batches make a step."""
     assert two_ranks.run(waits_logged, 2)[0] == pytest.approx({4: 0.006})
     assert two_ranks.run(waits_logged, 0)[0] == {}
 
@@ -154,18 +138,11 @@ def waits_logged(accumulate):
     return logger.column(m.DATA_WAIT_S)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        ({"flops_per_image": 0}, r"`flops_per_image` \(=0\) must be positive"),
-        ({"flops_per_image": 1, "peak_flops_per_s": -1}, r"`peak_flops_per_s` \(=-1\) must be positive"),
-        ({"peak_flops_per_s": 1e12}, r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"),
-    ],
-    ids=str,
-)
-def test_utilisation_needs_two_numbers_above_zero(numbers, words):
-    with pytest.raises(ValueError, match=words):
-        TrainingMetrics(**numbers)
+def test_utilisation_needs_two_numbers_above_zero():
+    with pytest.raises(ValueError, match=r"`flops_per_image` \(=0\) must be positive"):
+        TrainingMetrics(flops_per_image=0)
+    with pytest.raises(ValueError, match=r"`peak_flops_per_s` \(=1e\+12\) needs `flops_per_image`"):
+        TrainingMetrics(peak_flops_per_s=1e12)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the other source is Linux's")

@@ -6,20 +6,17 @@ import errno
 import os
 import pickle
 import threading
-import warnings
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_hybrid import DurableCheckpointIO, HybridAllReduceStrategy
@@ -66,7 +63,6 @@ class Sizes:
 
 
 def hyper_parameters():
-    """One of each type that Lightning's own saving keeps."""
     values = {
         "Namespace": Namespace(lr=0.1, inner=Namespace(a=1)),
         "AttributeDict": AttributeDict(a=AttributeDict(b=1)),
@@ -112,11 +108,6 @@ def test_what_is_saved_is_what_lightnings_own_plugin_loads(tmp_path, in_backgrou
     assert (num_refused == 0) == (weights_only is False)
 
 
-def _save_and_wait(io, checkpoint, path):
-    io.save_checkpoint(checkpoint, path)
-    io.teardown()
-
-
 def _type_and_value(io, value, path, weights_only):
     io.save_checkpoint({"hyper_parameters": {"value": value, "again": value}, "epoch": 1}, path)
     try:
@@ -128,29 +119,8 @@ def _type_and_value(io, value, path, weights_only):
     return type(found), found, repr(found), getattr(found, "__dict__", None) and sorted(vars(found))
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-def test_a_configuration_keeps_its_interpolations_where_its_classes_are_declared_safe(tmp_path, in_background):
-    omegaconf = pytest.importorskip("omegaconf")
-    io, config = DurableCheckpointIO(in_background=in_background), omegaconf.OmegaConf.create({"a": 1, "b": "${a}"})
-    node, base = omegaconf.nodes.AnyNode, omegaconf.base
-    classes = [omegaconf.DictConfig, node, base.ContainerMetadata, base.Metadata, Any, int, dict, defaultdict]
-    with pytest.warns(UserWarning, match=r"holds objects \(=.*DictConfig.*weights_only=False only, or after torch"):
-        _save_and_wait(io, {"hyper_parameters": {"cfg": config}}, tmp_path / "a.ckpt")
-    with torch.serialization.safe_globals(classes):
-        found = io.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["cfg"]
-    found.a = 2
-    assert (type(found), found.b) == (omegaconf.DictConfig, 2)
-
-
-def test_a_file_of_an_earlier_version_with_plain_hyper_parameters_loads(tmp_path):
-    old = {"hyper_parameters": {"cfg": {"a": 1, "b": 1}, "folder": "a/b"}, "hparams_name": "kwargs", "epoch": 1}
-    cf.write_checkpoint(old, tmp_path / "a.ckpt")
-    assert DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt") == old
-
-
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds the writing thread until it is opened."""
     gate, write = threading.Event(), cf.write_checkpoint
 
     def held(*args, **kwargs):
@@ -194,18 +164,6 @@ def test_no_more_than_so_many_are_in_memory_and_the_memory_is_kept(tmp_path, gat
     assert len(addresses) == 1
     assert step_in(tmp_path / "last.ckpt") == 6
     io.teardown()
-
-
-def test_the_memory_of_one_checkpoint_is_kept_of_two_that_waited_and_none_after_the_end(tmp_path, gate):
-    io = DurableCheckpointIO(in_background=True, max_in_memory=2)
-    for step in (1, 2):
-        io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
-    gate.set()
-    io._wait()
-    assert [step_in(tmp_path / f"{step}.ckpt") for step in (1, 2)] == [1, 2]
-    assert [copies.num_bytes for copies in io._copies] == [12_032]  # 3,000 of float32, rounded up to 64
-    io.teardown()
-    assert io._copies == []
 
 
 def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, monkeypatch):
@@ -270,47 +228,3 @@ def test_it_is_the_strategys_unless_another_is_given():
 def test_it_can_be_sent_to_the_ranks_that_are_spawned():
     io = pickle.loads(pickle.dumps(DurableCheckpointIO(in_background=True, timeout_s=5.0)))
     assert (io.in_background, io.timeout_s, io._thread.num_jobs) == (True, 5.0, 0)
-
-
-class Configured(toy.Toy):
-    def __init__(self, cfg=None):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def on_train_epoch_end(self):
-        self.log("loss", torch.tensor(float(self.current_epoch % 3)), sync_dist=True)
-
-
-def fitted(folder, in_background, resume=None):
-    """Top 2 of the epochs by a loss, `last` as a link; a resumed fit ends with the same weights."""
-    config = pytest.importorskip("omegaconf").OmegaConf
-    module = Configured(config.create({"widths": [1, 2], "twice": "${widths}"}))
-    trainer = toy.trainer(
-        strategy=HybridAllReduceStrategy(checkpoint_io=DurableCheckpointIO(in_background=in_background)),
-        precision="16-true",
-        max_epochs=5,
-        callbacks=[ModelCheckpoint(folder, "{step}", monitor="loss", save_top_k=2, save_last="link")],
-        enable_checkpointing=True,
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The checkpoint .* holds objects")
-        trainer.fit(module, toy.loader(), ckpt_path=resume, weights_only=False)
-    return toy.weights(module), sorted(os.listdir(folder))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_lightnings_callback_keeps_what_it_always_kept(two_ranks, tmp_path, in_background):
-    first, other = tmp_path / "a", tmp_path / "b"
-    results = two_ranks.run(fitted, str(first), in_background)
-    files = results[0][1]
-    assert files == ["last.ckpt", "step=16.ckpt", "step=4.ckpt"]
-    for name in files:
-        assert cf.check_whole(first / name)
-    config = Configured.load_from_checkpoint(first / "step=4.ckpt", weights_only=False).hparams.cfg
-    config.widths[0] = 7
-    assert config.twice == [7, 2], "an interpolation"
-    again = two_ranks.run(fitted, str(other), in_background, str(first / "step=4.ckpt"))
-    for (weights, _), (resumed, _) in zip(results, again, strict=True):
-        assert toy.same_bits(weights, resumed)

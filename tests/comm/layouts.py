@@ -47,21 +47,18 @@ def is_even(nodes: Nodes) -> bool:
 
 
 def engine_over(nodes: Nodes, plan: CommPlan, *, timeout_s: float = 30.0, **options: Any) -> CommEngine:
-    """Make this rank's engine on the CPU."""
     topology = Topology(rank=dist.get_rank() if dist.is_initialized() else 0, nodes=nodes)
     options = {"device": torch.device("cpu"), **options}
     return CommEngine(topology=topology, plan=plan, timeout=timedelta(seconds=timeout_s), **options)
 
 
 class Bucket:
-    """As DistributedDataParallel's, of gradients of `parameters`."""
-
     def __init__(self, index: int, buffer: Tensor, *parameters: Tensor, is_last: bool) -> None:
         self.index, self.buffer, self.is_last = lambda: index, lambda: buffer, lambda: is_last
         self.parameters = lambda: list(parameters)
 
 
-def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adasum: bool = False) -> str:
+def error_of_another_order(engine: CommEngine, *, is_known: bool = True) -> str:
     """What this rank is told where rank 2 hands two buckets of one size over the other way round.
 
     `is_known`: after steps in which all did either, so that no bucket is new.
@@ -69,10 +66,8 @@ def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adas
 
     def step(order: tuple[int, int]) -> None:
         buckets = [(index, torch.full((40,), 1.0 + index)) for index in order]
-        futures = [
-            engine.submit(flat, bucket_index=i, is_last=i == 2, adasum_numels=(len(flat),) if is_adasum else ())
-            for i, flat in [*buckets, (2, torch.ones(8))]
-        ]
+        buckets.append((2, torch.ones(8)))
+        futures = [engine.submit(flat, bucket_index=i, is_last=i == 2) for i, flat in buckets]
         for future in futures:
             future.wait()
 
@@ -85,7 +80,6 @@ def error_of_another_order(engine: CommEngine, *, is_known: bool = True, is_adas
 
 
 def sum_(flat: Tensor, groups: CommGroups, algorithm: Algorithm) -> Tensor:
-    """Run the stages of an algorithm one after the other, in place."""
     job = Job(flat=flat, topology=groups.topology)
     for stage in STAGES[algorithm]:
         run_stage(stage, job, groups.by_stage[stage.name])
@@ -105,5 +99,4 @@ def sum_of_integers(world_size: int, numel: int, dtype: torch.dtype, *, seed: in
 
 
 def reals(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, different on every rank."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)

@@ -10,7 +10,6 @@ from lightning_hybrid.comm.topology import Topology
 
 
 def spread(*sizes):
-    """A topology with nodes of these sizes."""
     ranks = iter(range(sum(sizes)))
     return Topology(rank=0, nodes=tuple(tuple(next(ranks) for _ in range(size)) for size in sizes))
 
@@ -49,24 +48,8 @@ def test_auto_follows_its_rule(sizes, small, large):
     assert plan.fallback(topology) is None
 
 
-@pytest.mark.parametrize("algorithm", ["flat", "parallel_flat", "hierarchical", "two_level"])
-@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 2)])
-def test_an_algorithm_asked_for_by_name_is_used(algorithm, sizes):
-    plan, topology = CommPlan(algorithm=algorithm), spread(*sizes)
-    assert {plan.algorithm_for(num_bytes, topology) for num_bytes in (0, MIB, 2**40)} == {algorithm}
-    assert plan.algorithms(topology) == (algorithm,)
-
-
-def test_two_level_falls_back_to_flat_on_uneven_nodes_and_says_so():
-    plan = CommPlan(algorithm="two_level")
-    assert plan.algorithms(spread(2, 1)) == ("flat",)
-    assert plan.fallback(spread(2, 1)).startswith("`algorithm` (='two_level') needs nodes of equal size")
-    assert CommPlan(algorithm="hierarchical").fallback(spread(2, 1)) is None
-
-
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41), st.booleans())
 def test_the_algorithm_for_any_bucket_is_among_those_announced(plan, sizes, num_bytes, is_half):
-    """Groups are built for the announced ones only."""
     assert plan.algorithm_for(num_bytes, spread(*sizes), is_half=is_half) in plan.algorithms(spread(*sizes))
 
 
@@ -110,29 +93,6 @@ def test_values_outside_the_rules_are_refused(name, value):
         CommPlan(**{name: value})
     with pytest.raises(ValueError, match=message):
         CommPlan.from_json(json.dumps({name: value}))
-
-
-def test_a_plan_is_a_value():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CommPlan().bucket_bytes = 1
-    with pytest.raises(TypeError):
-        CommPlan("flat")
-
-
-@pytest.mark.parametrize(
-    ("plan", "sizes", "line"),
-    [
-        (CommPlan(algorithm="flat"), (1,), "1 rank = 1 node x 1; fused buckets of up to 25 MiB; flat"),
-        (CommPlan(), (2, 1), "3 ranks = 2 nodes of different size; fused buckets of up to 25 MiB; hierarchical"),
-        (
-            CommPlan(bucket_bytes=1536, hierarchical_below_bytes=1000),
-            (2, 2),
-            "4 ranks = 2 nodes x 2; fused buckets of up to 1.5 KiB; two-level from 1000 bytes, hierarchical below",
-        ),
-    ],
-)
-def test_the_line_says_what_was_chosen(plan, sizes, line):
-    assert plan.describe(spread(*sizes)) == f"comm: {line}; plan {plan.plan_hash[:4]}"
 
 
 @given(plans, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**41))
@@ -181,10 +141,3 @@ def test_small_tensors_are_fused_and_large_ones_travel_alone(plan, sizes, bucket
             assert sum(bucket) + buckets[index + 1][0] > bucket_bytes
     if buckets:
         assert len(buckets[-1]) == 1 or sum(buckets[-1]) <= min(last_bucket_bytes, bucket_bytes)
-
-
-def test_buckets_are_large_on_one_node_unless_a_number_of_buckets_is_asked_for():
-    sizes = [MIB] * 64
-    assert CommPlan().bucket_caps(sizes, num_nodes=1) == [25 * MIB, 14 * MIB, 25 * MIB]
-    assert len(CommPlan(num_buckets=8).bucket_caps(sizes, num_nodes=1)) == 9
-    assert CommPlan().bucket_caps(sizes, num_nodes=2) == CommPlan(num_buckets=16).bucket_caps(sizes, num_nodes=2)

@@ -9,7 +9,6 @@ from lightning_hybrid.comm.topology import Topology, host_identity, validate_ran
 
 
 def discover_with(hosts):
-    """Each rank says it runs on ``hosts[rank]``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology_module, "host_identity", lambda: (hosts[dist.get_rank()],))
         return Topology.discover()
@@ -51,30 +50,12 @@ def test_an_unreadable_proc_leaves_the_host_name(monkeypatch):
     assert host_identity() == (socket.gethostname(), "", "")
 
 
-def test_facts_of_an_interleaved_topology():
-    topology = Topology(rank=3, nodes=((0, 2), (1, 3)))
-    assert (topology.world_size, topology.num_nodes, topology.ranks_per_node) == (4, 2, 2)
-    assert (topology.node, topology.local_rank, topology.leader) == ((1, 3), 1, 1)
-    assert topology.partition("world") == ((0, 1, 2, 3),)
-    assert topology.partition("node") == ((0, 2), (1, 3))
-    assert topology.partition("leaders") == ((0, 1),)
-    assert topology.partition("across") == ((0, 1), (2, 3))
-
-
 def test_uneven_nodes_have_leaders_but_no_equal_local_ranks():
     topology = Topology(rank=2, nodes=((0, 1), (2,)))
     assert topology.ranks_per_node is None
     assert topology.partition("leaders") == ((0, 2),)
     with pytest.raises(ValueError, match=r"^`nodes` \(=\(\(0, 1\), \(2,\)\)\) must be of equal size"):
         topology.partition("across")
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 6])
-def test_an_explicit_node_size_makes_consecutive_blocks(ranks_per_node):
-    topology = Topology.from_ranks_per_node(rank=4, world_size=6, ranks_per_node=ranks_per_node)
-    assert topology.ranks_per_node == ranks_per_node
-    assert [rank for node in topology.nodes for rank in node] == list(range(6))
-    assert 4 in topology.node
 
 
 def test_a_node_size_that_does_not_divide_is_refused():

@@ -1,11 +1,10 @@
 """Losses over the pairs of all ranks, against their definition on all pairs at once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,13 +65,10 @@ def of_share(rank, world, name, dtype=torch.float32):
 
 
 def on_rank(name, dtype=torch.float32):
-    import torch.distributed as dist
-
     return of_share(dist.get_rank(), dist.get_world_size(), name, dtype)
 
 
 def joined(shares):
-    """What one rank would have; of parameters the sum, added as a tree."""
     values, a, b, *own = zip(*shares, strict=True)
     assert all(torch.equal(value, values[0]) for value in values)
     while own and len(own[0]) > 1:
@@ -110,15 +106,11 @@ def test_the_loss_of_three_ranks_is_that_of_all_pairs(three_ranks):
 
 
 def first_24():
-    import torch.distributed as dist
-
     a, b = (view[:24].chunk(3)[dist.get_rank()] for view in views())
     return InfoNCE(0.1, block=3)(a, b)
 
 
 def short_on_the_last(missing):
-    import torch.distributed as dist
-
     rows = PAIRS // 2 - missing * dist.get_rank()
     try:
         InfoNCE()(*(view[:rows] for view in views()))

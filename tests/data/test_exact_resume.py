@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import WeightedRandomSampler
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
-from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream
+from lightning_hybrid.data.random_streams import SeededStreams
 from tests import toy
 from tests.data import user_loaders
 from tests.data.user_loaders import KINDS, Images, Kind, Saves, fit, of, outcomes
-from tests.rank_pool import RankError
+from tests.scenes import at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HYBRID = "hybrid_allreduce"
@@ -33,11 +31,7 @@ GRID = [
     for workers in kind.workers
     for ranks in kind.ranks
 ]
-STRATEGIES = {
-    "pipeline": partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2),
-    "shard_update": partial(HybridAllReduceStrategy, shard_update="node", ranks_per_node=2),
-    "off": partial(HybridAllReduceStrategy, exact_resume=False),
-}
+OFF = partial(HybridAllReduceStrategy, exact_resume=False)
 
 
 def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -47,7 +41,7 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in bad if not reason or reason not in one["said"]]
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
 def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
@@ -55,20 +49,11 @@ def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, work
     assert [wrong(cases) for cases in found] == [[]] * ranks
 
 
-def test_the_grid_has_three_hundred_cases():
-    assert len(GRID) * len(user_loaders.STOPS) >= 300
-    assert any(kind.is_refused for kind in KINDS.values())
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("pipeline", 2), ("shard_update", 2), (HYBRID, 4)])
-def test_other_strategies_and_more_ranks_read_what_is_left(rank_pool, tmp_path, strategy, ranks):
-    made = STRATEGIES.get(strategy, strategy)
-    found = rank_pool.ranks(ranks).run(outcomes, "shuffle", made, 0, str(tmp_path), (3, 5), timeout_s=120)
-    assert [wrong(cases) for cases in found] == [[]] * ranks
-    assert strategy != "pipeline" or found[0] == found[1]
-
-
-# ---- another number of ranks, workers, batches of a step -------------------------------------------------------------
+def test_both_ranks_of_a_pipeline_read_what_is_left(two_ranks, tmp_path):
+    strategy = partial(HybridPipelineStrategy, num_stages=2, num_microbatches=2)
+    one, other = two_ranks.run(outcomes, "shuffle", strategy, 0, str(tmp_path), (3, 5), timeout_s=120)
+    assert wrong(one) == []
+    assert one == other
 
 
 def shuffled(
@@ -79,7 +64,6 @@ def shuffled(
     batch_size: int = 2,
     accumulate: int = 1,
 ) -> Any:
-    """What a fit reads that saves after batches 3 and 6, or goes on from one; or what ends it."""
     kind = Kind(make=partial(of, shuffle=True, batch_size=batch_size), accumulate=accumulate)
     path = None if stop is None else f"{folder}/{stop}.ckpt"
     try:
@@ -90,7 +74,6 @@ def shuffled(
 
 
 def steps(ranks: list[Any], batches_of_step: int = 1) -> list[list[int]]:
-    """Images of each step, over all ranks."""
     assert not isinstance(ranks[0], str), ranks[0]
     batches = [sorted(image for one in same for image in one[1][0]) for same in zip(*ranks, strict=True)]
     return [sorted(chain(*batches[i : i + batches_of_step])) for i in range(0, len(batches), batches_of_step)]
@@ -116,39 +99,20 @@ def test_another_number_of_workers_draws_the_same_numbers(one_rank, tmp_path):
     assert one_rank.run(shuffled, str(tmp_path), 3, 2) == [whole[3:]]
 
 
-def accumulates_by_epoch(folder: str) -> Any:
-    kind, path = KINDS["shuffle"], f"{folder}/19.ckpt"
-    callbacks = [GradientAccumulationScheduler({0: 1, 1: 2}), Saves(folder, [19])]
-    whole = fit(kind, HYBRID, 0, callbacks)
-    again = fit(kind, HYBRID, 0, [GradientAccumulationScheduler({0: 1, 1: 2})], path)
-    return list(whole.read.values())[18:], list(again.read.values()), toy.same_bits(*map(toy.weights, (whole, again)))
-
-
-def test_accumulation_that_changes_by_epoch_goes_on(one_rank, tmp_path):
-    """Batch 19 is the first of a step of two: it is read again."""
-    ((left, again, _),) = one_rank.run(accumulates_by_epoch, str(tmp_path))
-    assert again == left
-
-
-# ---- beside `ddp` ----------------------------------------------------------------------------------------------------
-
-
 def plain(folder: str, strategy: Any, make: Any = None) -> Any:
-    module = fit(Kind(make=make or KINDS["shuffle"].make), STRATEGIES.get(strategy, strategy), 0, [Saves(folder, [3])])
+    module = fit(Kind(make=make or KINDS["shuffle"].make), strategy, 0, [Saves(folder, [3])])
     epochs, images, drawn = zip(*module.read.values(), strict=True)
     return (epochs, images), drawn, toy.weights(module)
 
 
 class Fixed(Images):
-    """Without random numbers."""
-
     def __getitem__(self, index: int) -> Any:
         return index, torch.zeros(4)
 
 
 def test_but_for_random_transforms_an_undisturbed_fit_is_that_of_ddp(one_rank, tmp_path):
     """Dropout draws from the stream from which transforms draw."""
-    (ddp,), (ours,), (off,) = (one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, "off"))
+    (ddp,), (ours,), (off,) = (one_rank.run(plain, str(tmp_path), one) for one in ("ddp", HYBRID, OFF))
     assert ours[0] == ddp[0] == off[0]
     assert off[1] == ddp[1] != ours[1]
     assert toy.same_bits(off[2], ddp[2])
@@ -175,27 +139,15 @@ def test_checkpoints_open_both_ways(one_rank, tmp_path):
     assert len(under_ddp) == len(whole) - 3
 
 
-# ---- the end of a run ------------------------------------------------------------------------------------------------
+def fails(trainer: pl.Trainer, *args: Any) -> None:
+    if trainer.fit_loop.total_batch_idx == 11:
+        raise OSError("gone")
 
 
-class Fails(pl.Callback):
-    """Ends the run in batch 12: by an error on all ranks, or a SIGKILL of rank 1."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == 11:
-            if self.how == "error":
-                raise OSError("gone")
-            if trainer.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-def ended(folder: str, how: str, path: str | None = None) -> Any:
-    saves = ModelCheckpoint(folder, "last", every_n_train_steps=4, save_on_exception=how == "error")
+def ended(folder: str, path: str | None = None) -> Any:
+    saves = ModelCheckpoint(folder, "last", every_n_train_steps=4, save_on_exception=True)
     try:
-        callbacks = [saves, Fails(how)] if path is None else []
+        callbacks = [saves, at(on_train_batch_start=fails)] if path is None else []
         module = fit(KINDS["shuffle"], HYBRID, 0, callbacks, path, enable_checkpointing=path is None)
     except OSError:
         return None
@@ -205,55 +157,12 @@ def ended(folder: str, how: str, path: str | None = None) -> Any:
 def test_a_rank_that_saves_on_its_own_error_saves_what_all_can_go_on_from(two_ranks, tmp_path):
     """Its file lacks the checksums of others, whose order follows from the epoch."""
     whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
-    two_ranks.run(ended, str(tmp_path), "error")
+    two_ranks.run(ended, str(tmp_path))
     (path,) = tmp_path.glob("*.ckpt")
-    assert two_ranks.run(ended, str(tmp_path), "error", str(path)) == [one[11:] for one in whole]
-
-
-@pytest.mark.long
-def test_a_killed_process_is_resumed_with_what_is_left(two_ranks, tmp_path):
-    whole = two_ranks.run(shuffled, f"{tmp_path}/whole")
-    with pytest.raises(RankError, match="exit code -9"):
-        two_ranks.run(ended, str(tmp_path), "kill")
-    path = str(max(tmp_path.glob("*.ckpt"), key=os.path.getmtime))
-    at = torch.load(path, weights_only=True)["global_step"]
-    assert two_ranks.run(ended, str(tmp_path), "kill", path) == [one[at:] for one in whole]
-
-
-class Writes(pl.Callback):
-    """Leaves what was read in a file of the rank."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
-        torch.save(list(module.read.values()), f"{self.folder}/{trainer.global_rank}.pt")
-
-
-@pytest.mark.long
-def test_spawned_ranks_read_what_is_left(tmp_path):
-    for name, path in (("whole", None), ("again", f"{tmp_path}/3.ckpt")):
-        (tmp_path / name).mkdir()
-        pl.seed_everything(3, verbose=False)
-        pl.Trainer(
-            strategy=HybridAllReduceStrategy(start_method="spawn", process_group_backend="gloo"),
-            accelerator="cpu",
-            devices=2,
-            max_epochs=2,
-            callbacks=[Writes(str(tmp_path / name)), Saves(str(tmp_path), [3])],
-            logger=False,
-            enable_progress_bar=False,
-        ).fit(user_loaders.Reads(partial(of, shuffle=True)), ckpt_path=path)
-    for rank in range(2):
-        whole, again = (torch.load(tmp_path / name / f"{rank}.pt") for name in ("whole", "again"))
-        assert again == whole[3:]
-
-
-# ---- Fabric ----------------------------------------------------------------------------------------------------------
+    assert two_ranks.run(ended, str(tmp_path), str(path)) == [one[11:] for one in whole]
 
 
 def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> Any:
-    """Three epochs of a user's own loop, which saves after batches; or what is left of them."""
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
@@ -277,9 +186,6 @@ def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
         assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [one[stop:] for one in whole]
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
-
-
 def test_global_streams_are_as_they_were_after_a_context():
     """Also within a pair of normal numbers, of which NumPy keeps the second."""
     np.random.seed(0)
@@ -295,21 +201,3 @@ def test_global_streams_are_as_they_were_after_a_context():
     assert found + np.random.randn(2).tolist() == expected
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
-
-
-@pytest.mark.parametrize(
-    ("stream", "draw"),
-    [
-        (torch.Generator(), lambda one: torch.rand(1, generator=one).item()),
-        (random.Random(4), random.Random.random),
-        (np.random.RandomState(4), np.random.RandomState.rand),
-        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.PCG64, np.random.Philox)),
-        *((np.random.Generator(kind(4)), np.random.Generator.random) for kind in (np.random.MT19937, np.random.SFC64)),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_a_stream_goes_on_from_a_saved_state(tmp_path, stream, draw):
-    torch.save(state_of_stream(stream), tmp_path / "state")
-    expected = [draw(stream) for _ in range(3)]
-    restore_stream(stream, torch.load(tmp_path / "state", weights_only=True))
-    assert [draw(stream) for _ in range(3)] == expected

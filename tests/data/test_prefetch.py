@@ -1,19 +1,17 @@
 """Same batches, same order, exact state, nothing left to move; ahead only where the loader itself is."""
 
 import copy
-import pickle
 import time
 
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid.data.images.loader import ImageEvalLoader, ImageTrainLoader
-from lightning_hybrid.data.in_memory.loader import TrainLoader
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import _reads_ahead, prefetch
+from recipes.datasets.images.loader import ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
+from recipes.datasets.in_memory.loader import TrainLoader
 
 CPU = torch.device("cpu")
 
@@ -23,8 +21,6 @@ def same(batch):
 
 
 class CountingLoader:
-    """Batches 0, 1, 2, ...; its state is the number fetched."""
-
     def __init__(self, num_batches):
         self.num_batches = num_batches
         self.num_fetched = 0
@@ -56,8 +52,6 @@ def test_batches_come_once_each_in_order_when_they_are_due_with_the_state_of_eac
 
 
 class Refilling:
-    """A loader with a length that hands out the same tensors each time, filled again."""
-
     def __len__(self):
         return 4
 
@@ -83,7 +77,6 @@ def test_what_a_loader_fills_again_is_read_before(num_workers):
     [
         (DataLoader(TensorDataset(torch.arange(2)), num_workers=1), True),
         (DataLoader(TensorDataset(torch.arange(2))), False),
-        (CountingLoader(1), False),
         (Refilling(), False),
         (ImageEvalLoader, True),
         (ImageTrainLoader, True),
@@ -106,13 +99,6 @@ def test_ahead_a_batch_is_fetched_before_the_one_before_it_is_handed_out_and_the
     assert [int(b) for b in iterator] == [int(b) for b in resumed] == [1, 2, 3]
 
 
-def test_a_batch_is_not_moved_again_and_keeps_its_dtypes():
-    given = [torch.randn(3), torch.tensor([70_000.0]), torch.tensor([1])]
-    (batch,) = prefetch([given], CPU, torch.float16)
-    assert [one.dtype for one in batch] == [torch.float32, torch.float32, torch.int64]
-    assert all(move_data_to_device(one, CPU).data_ptr() == one.data_ptr() for one in batch)
-
-
 def test_all_but_iteration_is_the_loaders_and_wrapping_twice_is_wrapping_once():
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     ahead = prefetch(loader, CPU)
@@ -121,12 +107,6 @@ def test_all_but_iteration_is_the_loaders_and_wrapping_twice_is_wrapping_once():
     assert loader.worker_init_fn is same
     assert not hasattr(ahead, "state_dict"), "Lightning would take it for a stateful one"
     assert prefetch(ahead, CPU) is ahead
-
-
-def test_copy_and_pickle_keep_the_loader():
-    ahead = prefetch(CountingLoader(3), CPU)
-    for copied in (copy.deepcopy(ahead), pickle.loads(pickle.dumps(ahead))):
-        assert [int(b) for b in copied] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -154,8 +134,6 @@ def test_batches_arrive_on_the_gpu_with_the_right_values():
 
 
 class Images(list):
-    """Batches, and what is left to do with each on the device."""
-
     def on_device(self, batch):
         assert batch.dtype is torch.uint8
         return batch / 255

@@ -1,15 +1,11 @@
-"""A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in their order, to the bit.
-
-A case is drawn from a seed: ranks, accumulation, limits, validation, who writes checkpoints, where and how the fit ends
-and what ends the run that goes on. `pytest -m long tests/data/test_resume_anywhere.py` runs 200 of them per strategy.
-"""
+"""A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in order, to the bit."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +17,18 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.callbacks import StopOnSignal
-from lightning_hybrid.data.in_memory.datamodule import InMemoryDataModule
-from lightning_hybrid.data.in_memory.loader import ImageSet
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
 from recipes.training.callbacks.step_checkpoint import StepCheckpoint
 from tests import toy
+from tests.scenes import at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SIZE = 4
-NUM_EPOCHS = 3
-IN_TRAINING = (
-    *("on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_before_optimizer_step"),
-    *("on_train_batch_end", "on_train_epoch_end"),
-)
-IN_VALIDATION = ("on_validation_start", "on_validation_batch_end", "on_validation_end")
+SIZE, NUM_STEPS = 4, 4
 
 
 class Numbered(InMemoryDataModule):
-    """Images whose label is their number."""
-
     image_shape = (1, SIZE, SIZE)
 
     def __init__(self, num_train: int, global_batch_size: int) -> None:
@@ -90,10 +78,8 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class End:
-    """How a fit ends."""
-
-    how: str  # "max_steps", "max_epochs", "signal", "kill" or "error"
-    after: int  # steps, epochs, or batches
+    how: str  # "max_steps", "signal", "kill" or "error"
+    after: int  # steps, or batches
     hook: str = ""
     rank: int = 0  # that gets the signal
     saves: str = "steps"  # who writes checkpoints
@@ -103,54 +89,34 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit, the ends of its runs but the last, and what limits that."""
-
     ends: tuple[End, ...]
     ranks: int = 1
     accumulate: int = 1
-    batch_size: int = 2  # of a rank
-    num_steps: int = 4  # of an epoch without a limit
     settings: dict[str, Any] = field(default_factory=dict)
-    limits: dict[str, int] = field(default_factory=lambda: {"max_epochs": NUM_EPOCHS, "max_steps": -1})
     schedule: str | None = None
     asks_for_steps: bool = False
     is_own_loader: bool = False
-    validates: bool = True
 
 
-class EndsAt(pl.Callback):
-    """An end by a signal, a kill or an error, once so many batches were begun."""
-
-    def __init__(self, end: End) -> None:
-        self.end, self.is_over = end, False
-
-    def _maybe(self, hook: str, trainer: pl.Trainer, module: Any, *_: Any, **__: Any) -> None:
-        if self.is_over or hook != self.end.hook or trainer.sanity_checking or len(module.read) < self.end.after:
-            return
-        self.is_over = True
-        if self.end.how == "error":
-            raise OSError("gone")
-        if self.end.how == "kill":
-            raise Killed
-        if trainer.global_rank == self.end.rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-for _hook in IN_TRAINING + IN_VALIDATION:
-    setattr(EndsAt, _hook, lambda self, *args, _hook=_hook, **kwargs: self._maybe(_hook, *args, **kwargs))
+def end_here(end: End, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+    """By a signal, a kill or an error, once so many batches were begun."""
+    if trainer.sanity_checking or len(module.read) != end.after:
+        return
+    if end.how == "error":
+        raise OSError("gone")
+    if end.how == "kill":
+        raise Killed
+    if trainer.global_rank == end.rank:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def saving(folder: str, end: End) -> ModelCheckpoint:
     more: dict[str, Any] = {"every_n_train_steps": end.every} if end.saves in ("steps", "plain") else {}
-    if end.saves in ("epochs", "validation"):
-        more["save_on_train_epoch_end"] = end.saves == "epochs"
+    if end.saves == "epochs":
+        more["save_on_train_epoch_end"] = True
     more["save_on_exception"] = end.how == "error" and end.saves_at_end
     kind = StepCheckpoint if end.saves == "steps" else ModelCheckpoint
     return kind(folder, "{epoch}-{step}", save_top_k=-1, **more)
-
-
-def strategy_of(name: str) -> Any:
-    return HybridPipelineStrategy(num_stages=2, num_microbatches=2) if name == "hybrid_pipeline" else name
 
 
 def newest(folder: str) -> str | None:
@@ -162,24 +128,19 @@ def newest(folder: str) -> str | None:
 
 
 def run(case: Case, strategy: str, folder: str, end: End | None, path: str | None) -> dict[str, Any]:
-    """One fit, from a checkpoint or the start; what it read, and where it ended."""
     module = Reads(case.schedule, case.asks_for_steps)
-    shares = 1 if strategy == "hybrid_pipeline" else case.ranks
-    batch = case.batch_size * shares * case.accumulate
-    data = Numbered(batch * case.num_steps + 1, batch)
-    callbacks: list[pl.Callback] = [] if end is None else [EndsAt(end), saving(folder, end)]
-    if end is not None and end.how == "signal":
-        callbacks.append(StopOnSignal(folder))
-    limits = case.limits | ({end.how: end.after} if end is not None and end.how.startswith("max_") else {})
+    batch = 2 * case.ranks * case.accumulate
+    data = Numbered(batch * NUM_STEPS + 1, batch)
+    callbacks: list[pl.Callback] = []
+    settings = {"max_epochs": 3, "accumulate_grad_batches": case.accumulate, "limit_val_batches": 2, **case.settings}
+    if end is not None:
+        callbacks = [saving(folder, end), *[StopOnSignal(folder)] * (end.how == "signal")]
+        if end.how == "max_steps":
+            settings["max_steps"] = end.after
+        else:
+            callbacks.insert(0, at(**{end.hook: partial(end_here, end)}))
     trainer = toy.trainer(
-        strategy=strategy_of(strategy),
-        callbacks=callbacks,
-        enable_checkpointing=end is not None,
-        num_sanity_val_steps=0,
-        accumulate_grad_batches=case.accumulate,
-        limit_val_batches=2 if case.validates else 0,
-        **limits,
-        **case.settings,
+        strategy=strategy, callbacks=callbacks, enable_checkpointing=end is not None, num_sanity_val_steps=0, **settings
     )
     given: dict[str, Any] = {"datamodule": data}
     if case.is_own_loader:  # of a user, who gives no trainer where the strategy does
@@ -190,8 +151,6 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
             given["train_dataloaders"]._trainer = None
     try:
         trainer.fit(module, **given, ckpt_path=path)
-        if end is not None and end.saves_at_end and end.how.startswith("max_"):
-            trainer.save_checkpoint(f"{folder}/end.ckpt")
     except (Killed, OSError, SystemExit):
         assert end is not None
     return {
@@ -206,14 +165,13 @@ def run(case: Case, strategy: str, folder: str, end: End | None, path: str | Non
 
 
 def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
-    """Run undisturbed, and with ends; return what differs."""
     whole = run(case, strategy, folder, None, None)
     path = None
     for number, end in enumerate((*case.ends, None)):
-        at = 0 if path is None else torch.load(path, weights_only=True)["global_step"]
+        step = 0 if path is None else torch.load(path, weights_only=True)["global_step"]
         found = run(case, strategy, f"{folder}/{number}", end, path)
-        left = [one for one in whole["read"] if one[2] >= at]
-        ended = "" if path is None else f"resumed at step {at} from {Path(path).name}: "
+        left = [one for one in whole["read"] if one[2] >= step]
+        ended = "" if path is None else f"resumed at step {step} from {Path(path).name}: "
         if found["read"] != (left if end is None else left[: len(found["read"])]):
             return f"{ended}read {found['read']} of {left}"
         path = newest(f"{folder}/{number}") or path
@@ -224,101 +182,14 @@ def ended_and_resumed(case: Case, strategy: str, folder: str) -> str:
     return "" if toy.same_bits(found["weights"], whole["weights"]) else f"{ended}other weights"
 
 
-def drawn(seed: int, *, is_pipeline: bool = False) -> Case:
-    """Draw a case. A pipeline has two ranks and no accumulation but its own."""
-    draw = random.Random(seed)
-    accumulate, num_steps = 1 if is_pipeline else draw.choice((1, 3)), draw.choice((3, 4, 5))
-    num_batches = accumulate * num_steps
-    settings: dict[str, Any] = {}
-    if draw.random() < 0.4:
-        num_batches = settings["limit_train_batches"] = draw.randint(1, num_batches)
-    validates = draw.random() < 0.8
-    interval = draw.choice((None, None, "int", "part", "over epochs", "every 2"))
-    if validates and interval == "int":
-        settings["val_check_interval"] = draw.randint(1, num_batches)
-    elif validates and interval == "part":
-        settings["val_check_interval"] = 0.5
-    elif validates and interval == "over epochs":
-        settings |= {"val_check_interval": draw.randint(1, 2 * num_batches), "check_val_every_n_epoch": None}
-    elif validates and interval == "every 2":
-        settings["check_val_every_n_epoch"] = 2
-    steps_per_epoch = -(-num_batches // accumulate)
-    most = NUM_EPOCHS * steps_per_epoch
-    limits = {"max_epochs": NUM_EPOCHS, "max_steps": -1}
-    if (limited := draw.choice(("epochs", "steps", "both"))) != "epochs":
-        limits["max_steps"] = draw.randint(max(2, most - steps_per_epoch), most)
-        limits["max_epochs"] = -1 if limited == "steps" else NUM_EPOCHS
-    total = limits["max_steps"] if limited != "epochs" else most
-
-    def end(number: int) -> End:
-        # Lightning refuses a checkpoint of a later epoch than `max_epochs`.
-        how = draw.choice(("max_steps", "signal", "kill", "error") + ("max_epochs",) * (number == 0))
-        given: dict[str, Any] = {
-            "how": how,
-            "saves": draw.choice(("steps", "plain", "epochs") + ("validation",) * validates),
-            "every": draw.randint(1, 4),
-            "saves_at_end": draw.random() < 0.6,
-        }
-        if how == "max_steps":
-            return End(after=draw.randint(1, total), **given)
-        if how == "max_epochs":
-            return End(after=draw.randint(1, NUM_EPOCHS - 1), **given)
-        epoch, place = draw.randrange(NUM_EPOCHS), draw.choice(("first", "middle", "last"))
-        batch = {"first": 1, "middle": num_batches // 2 + 1, "last": num_batches}[place]
-        hook = draw.choice(IN_TRAINING + IN_VALIDATION * validates)
-        return End(after=epoch * num_batches + batch, hook=hook, rank=draw.randrange(world), **given)
-
-    world = 2 if is_pipeline else draw.choice((1, 2))
-    ends = tuple(end(number) for number in range(draw.choice((1, 1, 2))))
-    return Case(
-        ends=ends,
-        ranks=world,
-        accumulate=accumulate,
-        num_steps=num_steps,
-        settings=settings,
-        limits=limits,
-        schedule=draw.choice((None, "step", "epoch")),
-        asks_for_steps=draw.random() < 0.25,
-        is_own_loader=draw.random() < 0.25,
-        validates=validates,
-    )
-
-
-def differing(cases: list[Case], strategy: str, folder: str) -> dict[int, str]:
-    """On a rank: the cases in which a resumed run differs."""
-    found = {}
-    for number, case in enumerate(cases):
-        for end in range(len(case.ends)):
-            Path(folder, str(number), str(end)).mkdir(parents=True, exist_ok=True)
-        try:
-            what = ended_and_resumed(case, strategy, f"{folder}/{number}")
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-        if what:
-            found[number] = what
-    return found
-
-
-def failures(rank_pool, cases, strategy, folder):
-    """Of all ranks: each has its own images."""
-    text = []
-    for world in sorted({case.ranks for case in cases}):
-        own = [case for case in cases if case.ranks == world]
-        ranks = rank_pool.ranks(world).run(differing, own, strategy, f"{folder}/{world}", timeout_s=30 + 30 * len(own))
-        for rank, found in enumerate(ranks):
-            text += [f"rank {rank} of {own[number]}: {what}" for number, what in found.items()]
-    return text
-
-
 IN_LAST_EPOCH = End("max_steps", 9, saves="epochs")
 CHOSEN = {
     # Lightning ends that epoch once more, and the run an epoch early
     "an epoch's end with max_steps": Case(
-        ends=(End("kill", 6, "on_train_batch_start", saves="epochs"),), limits={"max_epochs": 3, "max_steps": 11}
+        ends=(End("kill", 6, "on_train_batch_start", saves="epochs"),), settings={"max_steps": 11}
     ),
     # it counts that epoch, and the run ends at once
     "max_steps in the last epoch": Case(ends=(IN_LAST_EPOCH,), settings={"val_check_interval": 1}),
-    "the same, with a loader made early": Case(ends=(IN_LAST_EPOCH,), asks_for_steps=True, ranks=2),
     "the same, with a user's loader": Case(ends=(IN_LAST_EPOCH,), is_own_loader=True),
     # it restores no loader that it made before it read the checkpoint
     "a loader made early": Case(ends=(End("kill", 7, "on_train_batch_start"),), asks_for_steps=True),
@@ -333,7 +204,6 @@ CHOSEN = {
             End("kill", 3, "on_train_batch_end", saves="plain"),
         )
     ),
-    "an error between epochs": Case(ends=(End("error", 4, "on_train_epoch_start", every=3, saves_at_end=True),)),
     "a signal in an epoch": Case(ends=(End("signal", 6, "on_before_backward"),)),
     "a signal in validation": Case(
         ends=(End("signal", 4, "on_validation_start", rank=1),), ranks=2, schedule="epoch", is_own_loader=True
@@ -341,36 +211,12 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce"])
-def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy):
-    assert failures(rank_pool, list(CHOSEN.values()), strategy, str(tmp_path)) == []
+CASES = [*(("hybrid_allreduce", name) for name in CHOSEN), *(("ddp", name) for name in list(CHOSEN)[:3])]
 
 
-def resumed_with_other_accumulation(folder):
-    """What is left after an error within a step of three batches, read in steps of one, and by an undisturbed fit."""
-    before = Case(ends=(), accumulate=3)
-    after = replace(before, accumulate=1, batch_size=6, asks_for_steps=True)
-    error = End("error", 8, "on_before_backward", saves_at_end=True)
-    run(before, "ddp", folder, error, None)
-    whole, found = run(after, "ddp", folder, None, None), run(after, "ddp", folder, None, newest(folder))
-    return [one for one in whole["read"] if one[2] >= 2], found["read"]
-
-
-def test_a_step_that_was_not_made_is_read_with_another_accumulation(one_rank, tmp_path):
-    """By a loader made before the checkpoint was read, which Lightning does not restore."""
-    ((left, found),) = one_rank.run(resumed_with_other_accumulation, str(tmp_path))
-    assert found == left
-    assert found[0][:3] == (0, 2, 2)
-
-
-NUM_CASES = 200
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, NUM_CASES, 20))
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_allreduce", "hybrid_pipeline"])
-def test_drawn_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, first):
-    if strategy == "hybrid_pipeline" and first:
-        pytest.skip("twenty are enough: its loop is the same")
-    cases = [drawn(seed, is_pipeline=strategy == "hybrid_pipeline") for seed in range(first, first + 20)]
-    assert failures(rank_pool, cases, strategy, str(tmp_path)) == []
+@pytest.mark.parametrize(("strategy", "name"), CASES)
+def test_chosen_ends_are_resumed_to_the_bit(rank_pool, tmp_path, strategy, name):
+    case = CHOSEN[name]
+    for number in range(len(case.ends) + 1):
+        (tmp_path / str(number)).mkdir()
+    assert rank_pool.ranks(case.ranks).run(ended_and_resumed, case, strategy, str(tmp_path)) == [""] * case.ranks

@@ -21,12 +21,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -43,8 +40,6 @@ def numbers() -> list[float]:
 
 
 class Images(Dataset):
-    """An image is its number, with random numbers of a transform."""
-
     def __init__(self, num_images: int = 32, first: int = 0) -> None:
         self.num_images, self.first = num_images, first
 
@@ -102,8 +97,6 @@ class Buckets(Sampler):
 
 
 class Lazy(Sampler):
-    """Draws each index when it is asked for it."""
-
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
@@ -127,20 +120,7 @@ class Counting(Sampler):
         return 32
 
 
-class Foreign(Sampler):
-    """Another order on rank 1 in each run."""
-
-    def __iter__(self) -> Iterator[int]:
-        seed = None if dist.get_rank() else 3
-        return iter(np.random.default_rng(seed).permutation(32).tolist())
-
-    def __len__(self) -> int:
-        return 32
-
-
 class Doubling(DataLoader):
-    """Gives each batch twice."""
-
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             yield batch
@@ -148,10 +128,6 @@ class Doubling(DataLoader):
 
     def __len__(self) -> int:
         return 2 * super().__len__()
-
-
-class KeyedBatches(BatchSampler):
-    """Of a class of its own."""
 
 
 def generator(seed: int = 9) -> torch.Generator:
@@ -179,25 +155,8 @@ class Kind:
 NO_SAMPLER: dict[str, Any] = {"use_distributed_sampler": False}
 KINDS: dict[str, Kind] = {
     "shuffle": Kind(make=lambda **w: of(shuffle=True, **w)),
-    "sequential": Kind(make=lambda **w: of(**w)),
     "shuffle, generator": Kind(make=lambda **w: of(shuffle=True, generator=generator(), **w)),
-    "drop_last": Kind(make=lambda **w: of(Images(31), shuffle=True, drop_last=True, **w)),
-    "last batch short": Kind(make=lambda **w: of(Images(30), 4, shuffle=True, **w)),
-    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
-    "persistent, generator": Kind(
-        make=lambda **w: of(shuffle=True, generator=generator(), persistent_workers=True, **w),
-        workers=(2,),
-        settings=NO_SAMPLER,
-    ),
     "weighted": Kind(make=lambda **w: of(sampler=WeightedRandomSampler([1 + i % 7 for i in range(32)], 32), **w)),
-    "weighted, generator": Kind(
-        make=lambda **w: of(sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()), **w)
-    ),
-    "batch sampler of a class of its own": Kind(
-        make=lambda **w: DataLoader(
-            Images(), batch_sampler=KeyedBatches(RandomSampler(range(32)), 2, False), **_forked(w)
-        )
-    ),
     "batch sampler, own NumPy stream": Kind(
         make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=True), **_forked(w)), settings=NO_SAMPLER
     ),
@@ -205,64 +164,23 @@ KINDS: dict[str, Kind] = {
         make=lambda **w: DataLoader(Images(), batch_sampler=Buckets(is_own=False), **_forked(w)), settings=NO_SAMPLER
     ),
     "no distributed sampler": Kind(make=lambda **w: of(batch_size=4, shuffle=True, **w), settings=NO_SAMPLER),
-    "no distributed sampler, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w), settings=NO_SAMPLER
-    ),
     "lazy, global torch": Kind(
         make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: int(torch.randint(32, ()))), **w), settings=NO_SAMPLER
     ),
-    "lazy, global Python": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Lazy(lambda: random.randrange(32)), **w), settings=NO_SAMPLER
-    ),
-    "own DistributedSampler": Kind(
-        make=lambda **w: of(sampler=DistributedSampler(range(32), dist.get_world_size(), dist.get_rank(), seed=8), **w)
-    ),
-    "batch_size=None": Kind(make=lambda **w: of(Images(16), None, shuffle=True, **w)),
-    "keys in place of numbers": Kind(
-        make=lambda **w: of(Named(), sampler=[f"{i}" for i in range(32)], batch_size=4, **w), settings=NO_SAMPLER
-    ),
-    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
-    "val_check_interval": Kind(make=lambda **w: of(shuffle=True, **w), settings={"val_check_interval": 3}),
+    "persistent workers": Kind(make=lambda **w: of(shuffle=True, persistent_workers=True, **w), workers=(2,)),
     "accumulate": Kind(make=lambda **w: of(shuffle=True, **w), accumulate=2),
-    "accumulate, limit": Kind(
-        make=lambda **w: of(shuffle=True, **w), accumulate=2, settings={"limit_train_batches": 7}
-    ),
-    "max_epochs": Kind(make=lambda **w: of(shuffle=True, **w), settings={"max_steps": -1}),
-    "max_epochs, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
-        settings={"max_steps": -1, **NO_SAMPLER},
-    ),
-    "reload every epoch": Kind(
-        make=lambda **w: of(shuffle=True, **w), settings={"reload_dataloaders_every_n_epochs": 1}
-    ),
-    "reload every two epochs, generator": Kind(
-        make=lambda **w: of(batch_size=4, shuffle=True, generator=generator(), **w),
-        settings={"reload_dataloaders_every_n_epochs": 2, **NO_SAMPLER},
-    ),
+    "limit_train_batches": Kind(make=lambda **w: of(shuffle=True, **w), settings={"limit_train_batches": 5}),
     "two loaders, max_size_cycle": Kind(
         make=lambda **w: CombinedLoader(
             {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size_cycle"
         )
-    ),
-    "two loaders, cycle, generator": Kind(
-        make=lambda **w: CombinedLoader(
-            {"a": of(Images(12), 4, shuffle=True, generator=generator(), **w), "b": of(Images(32, 100), 4, **w)},
-            "max_size_cycle",
-        ),
-        settings=NO_SAMPLER,
     ),
     "two loaders, max_size": Kind(
         make=lambda **w: CombinedLoader(
             {"a": of(Images(12), shuffle=True, **w), "b": of(Images(32, 100), shuffle=True, **w)}, "max_size"
         )
     ),
-    "two loaders, min_size": Kind(
-        make=lambda **w: CombinedLoader(
-            [of(Images(20), shuffle=True, **w), of(Images(32, 100), shuffle=True, **w)], "min_size"
-        )
-    ),
     "stream": Kind(make=lambda **w: of(Stream(), **w)),
-    "stream, accumulate": Kind(make=lambda **w: of(Stream(), **w), accumulate=2),
     "stream with a state": Kind(make=lambda **w: of(StatefulStream(), **w), workers=(0,)),
     "stream in a cycle": Kind(
         make=lambda **w: CombinedLoader({"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle")
@@ -271,21 +189,10 @@ KINDS: dict[str, Kind] = {
         make=lambda **w: of(batch_size=4, sampler=Counting(), **w), settings=NO_SAMPLER, is_refused="counts its"
     ),
     "gives each batch twice": Kind(make=lambda **w: _doubling(**w), is_refused="one batch for each index list"),
-    "order of its own on rank 1": Kind(
-        make=lambda **w: of(batch_size=4, sampler=Foreign(), **w),
-        settings=NO_SAMPLER,
-        is_refused="streams that it makes itself",
-        ranks=(2,),
+    "in_order=False": Kind(
+        make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,), ranks=(1,)
     ),
-    "in_order=False": Kind(make=lambda **w: of(shuffle=True, in_order=False, **w), is_refused="in_order", workers=(2,)),
 }
-
-
-class Named(Images):
-    """Images by names."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(int(key))
 
 
 def _forked(options: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +213,6 @@ if find_spec("torchdata") is not None:
     KINDS |= {
         "torchdata": Kind(make=lambda **w: _stateful(shuffle=True, **w)),
         "torchdata, stream with a state": Kind(make=lambda **w: _stateful(StatefulStream(), **w), workers=(0,)),
-        "torchdata, stream": Kind(make=lambda **w: _stateful(Stream(), **w), workers=(0,)),
     }
 
 
@@ -342,8 +248,6 @@ class Reads(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Saves after these batches, and at the end of the first epoch."""
-
     def __init__(self, folder: str, stops: list[int]) -> None:
         self.folder, self.stops = folder, stops
 
@@ -357,7 +261,6 @@ class Saves(pl.Callback):
 
 
 def fit(kind: Kind, strategy: Any, workers: int, callbacks: Any = (), path: str | None = None, **more: Any) -> Reads:
-    """One fit, from a checkpoint or the start."""
     pl.seed_everything(3, verbose=False)
     module = Reads(lambda: kind.make(num_workers=workers) if workers else kind.make())
     settings = {"max_steps": 10**6, "accumulate_grad_batches": kind.accumulate} | kind.settings

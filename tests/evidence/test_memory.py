@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 
-from tests.evidence.memory import census
 from tests.evidence.outcomes import ran
 
 KNOWN = {  # weights, masters, gradients, optimizer
@@ -15,17 +12,6 @@ KNOWN = {  # weights, masters, gradients, optimizer
     ("16-true", "adamw"): (2, 4, 4, 8),  # fp32 gradients for the step; the buckets of 2 are found next to them
     ("16-true", "sgd"): (2, 4, 4, 4),
 }
-
-
-def test_memory_freed_out_of_sight_is_not_counted():
-    here = ctypes.create_string_buffer(1)
-    address = ctypes.addressof(here)  # mapped
-    far = 1 << 46  # user memory ends at 1 << 47; nothing is mapped in the middle of it
-    seen = [(address, 8), (far, census.LARGE), (far + 2 * census.LARGE, 16)]
-    assert census._alive(seen) == {address: 8, far + 2 * census.LARGE: 16}, "small blocks share mappings"
-    assert census._alive([*seen, (address, -8)]) == {far + 2 * census.LARGE: 16}
-    assert census._alive([(address, 8), (address + 4, 8)]) == {address + 4: 8}, "the first must have been freed"
-    assert census._alive([(address, 8), (address + 8, 8)]) == {address: 8, address + 8: 8}
 
 
 @pytest.mark.long

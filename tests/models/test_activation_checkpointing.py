@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hybrid.models.activation_checkpointing import checkpointed, run_stages
 from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation
 from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
@@ -20,7 +19,6 @@ NETWORKS = {
 
 
 def pair(name):
-    """The same network twice: as it is, and checkpointed."""
     torch.manual_seed(0)
     plain = NETWORKS[name]()
     again = copy.deepcopy(plain)
@@ -87,63 +85,3 @@ def test_backward_computes_what_forward_did_not_keep(name):
     if "ResNet" in name:
         assert runs.pop("conv1") == 1  # the stem is stored
     assert set(runs.values()) == {2}
-
-
-def kept_bytes(network, images):
-    """Bytes of the tensors that forward keeps for backward, parameters aside."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*network.parameters(), *network.buffers()]}
-    stored = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            stored[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = network(images)
-    assert logits.requires_grad
-    return sum(num_bytes for num_bytes, _ in stored.values())
-
-
-def test_a_checkpointed_resnet_50_keeps_less_than_a_third():
-    """In units of a bottleneck's inner width a block keeps 4 of input, 1 + 1 around each of two inner normalisations
-    and 4 before the last: 12, and 4 more where the shortcut is projected. Checkpointed, it keeps its input: 4."""
-    plain, again = pair("ResNet-50")
-    images = torch.randn(4, 1, 16, 16)
-    assert kept_bytes(again, images) < kept_bytes(plain, images) / 3
-
-
-def test_evaluation_and_no_grad_are_untouched():
-    plain, again = pair("ResNet-18")
-    images = torch.randn(4, 1, 16, 16)
-    with torch.no_grad():
-        assert torch.equal(plain(images), again(images))
-        assert torch.equal(plain.bn1.running_mean, again.bn1.running_mean)
-        assert torch.equal(plain.layer4[1].bn2.running_var, again.layer4[1].bn2.running_var)
-        assert torch.equal(plain.eval()(images), again.eval()(images))
-
-
-def test_running_statistics_come_back_even_if_the_second_pass_fails():
-    norm, fail = nn.BatchNorm1d(3), []
-
-    def stage(x):
-        y = norm(x)
-        if fail:
-            raise RuntimeError("in backward")
-        return y.sin()
-
-    y = checkpointed(stage, torch.randn(4, 3, requires_grad=True), norms=norm)
-    after_forward = norm.running_mean
-    values = after_forward.clone()
-    fail.append(True)
-    with pytest.raises(RuntimeError, match="in backward"):
-        y.sum().backward()
-    assert norm.running_mean is after_forward
-    assert torch.equal(norm.running_mean, values)
-
-
-def test_a_stage_is_a_convolution_and_what_follows_it():
-    features = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Sigmoid())
-    x = torch.randn(2, 1, 3, 3)
-    assert torch.equal(run_stages(features, x, checkpoint_activations=True), features(x))

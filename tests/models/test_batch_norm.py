@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.models import correct_momentum_, corrected_momentum
+from lightning_hybrid.models import correct_momentum_
 from recipes.networks.resnet import ResNet
 
 
@@ -14,8 +14,8 @@ def norms_of(module):
     return [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 64])
-@pytest.mark.parametrize("momentum", [0.001, 0.1, 1.0])
+@pytest.mark.parametrize("num_micro_batches", [1, 64])
+@pytest.mark.parametrize("momentum", [0.001, 1.0])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_micro_batches):
     """In float64; k updates of about four roundings each, 1.1e-16, are under 1e-13 for 64 of them on numbers near 1."""
@@ -33,23 +33,6 @@ def test_equal_micro_batches_leave_what_one_update_leaves(kind, momentum, num_mi
     torch.testing.assert_close(often.running_var, once.running_var, rtol=0, atol=1e-13)
 
 
-def test_different_micro_batches_weigh_at_most_one_over_one_minus_m_apart():
-    """Each micro-batch in turn has mean 1 and the others 0: what is left of it is its weight."""
-    num_micro_batches, momentum = 4, 0.1
-    weights = []
-    for which in range(num_micro_batches):
-        norm = nn.BatchNorm1d(1, momentum=momentum, dtype=torch.float64)
-        correct_momentum_(norm, accumulate_grad_batches=num_micro_batches)
-        for step in range(num_micro_batches):
-            norm(torch.tensor([[-1.0], [1.0]], dtype=torch.float64) + float(step == which))
-        weights.append(norm.running_mean.item())
-    assert weights == sorted(weights)
-    assert sum(weights) == pytest.approx(momentum, abs=1e-14)
-    ratio = (1 - corrected_momentum(momentum, accumulate_grad_batches=num_micro_batches)) ** -(num_micro_batches - 1)
-    assert weights[-1] / weights[0] == pytest.approx(ratio, abs=1e-12)
-    assert ratio < 1 / (1 - momentum)
-
-
 def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_running_averages_are_left_alone():
     network = nn.Sequential(ResNet(depth=18, width=0.125, bn_momentum=0.19), nn.SyncBatchNorm(3, momentum=0.19))
     assert correct_momentum_(network, accumulate_grad_batches=1) == 0
@@ -59,12 +42,3 @@ def test_every_normalisation_of_a_network_is_corrected_once_and_those_without_ru
     layers = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3), nn.LayerNorm(3))
     assert correct_momentum_(layers, accumulate_grad_batches=4) == 0
     assert (layers[0].momentum, layers[1].momentum) == (None, 0.1)
-
-
-@pytest.mark.parametrize("module", [nn.BatchNorm2d(3), nn.Linear(3, 3)], ids=["with a norm", "without"])
-def test_no_step_has_fewer_than_one_micro_batch_and_momentum_weighs_something(module):
-    with pytest.raises(ValueError, match=r"`accumulate_grad_batches` \(=0\).*trainer\.accumulate_grad_batches"):
-        correct_momentum_(module, accumulate_grad_batches=0)
-    for momentum in (-0.1, 1.5):
-        with pytest.raises(ValueError, match=rf"`momentum` \(={momentum}\).*model\.bn_momentum"):
-            corrected_momentum(momentum, accumulate_grad_batches=2)

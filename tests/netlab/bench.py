@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=["bench", "tune"], default="bench")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("--mbit", type=float, default=100.0, help="rate of each host's link in each direction, Mbit/s")
+    parser.add_argument("--mbit", default="100", help="rate of links in each direction, Mbit/s; 100,25: of each host's")
     parser.add_argument("--delay-us", type=float, default=200.0, help="one way")
     parser.add_argument("--interleave", action="store_true", help="ranks go round the hosts instead of host by host")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="then everything is ended")
@@ -32,14 +32,15 @@ def main() -> None:
     if reason := why_not():
         sys.exit(f"error: {reason}")
     order = "interleaved" if asked.interleave else "host by host"
-    about = f"emulated: {asked.hosts} hosts x {asked.ranks} ranks {order}, {asked.mbit:g} Mbit/s, {asked.delay_us:g} us"
+    about = f"emulated: {asked.hosts} hosts x {asked.ranks} ranks {order}, {asked.mbit} Mbit/s, {asked.delay_us:g} us"
+    rates = [float(rate) for rate in asked.mbit.split(",")]
     known = [f"about='{about}'"]
     if asked.recipe == "bench":
-        known.append(f"link_bytes_per_s={asked.mbit * 1e6 / 8:g}")
+        known.append(f"link_bytes_per_s={min(rates) * 1e6 / 8:g}")
     with Cluster(
         num_hosts=asked.hosts,
         ranks_per_host=asked.ranks,
-        mbit_per_s=asked.mbit,
+        mbit_per_s=rates,
         delay_us=asked.delay_us,
         interleave=asked.interleave,
     ) as cluster:

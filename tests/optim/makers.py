@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
@@ -32,8 +31,6 @@ LR = {"LARS": 4.0, "LAMB": 0.1}
 
 @dataclass(frozen=True)
 class Whole:
-    """Every tensor as it is."""
-
     def cut(self, tensor):
         return tensor
 
@@ -88,7 +85,6 @@ def mesh_of(*shape, names=None):
 
 
 def place_of(kind):
-    """Where this rank has its elements."""
     if kind == "shards":
         return Shards(mesh_of(dist.get_world_size()))
     return Parts(dist.get_rank(), dist.get_world_size()) if kind == "parts" else Whole()
@@ -225,19 +221,6 @@ def on_threads(num_ranks, work):
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(guarded, range(num_ranks)))
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what gives the host a number of a tensor, for which a device would have to be waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique"):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def overflow(both, spoilt, given=False, bad=torch.inf):

@@ -19,7 +19,6 @@ every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
 def iterate(matrix):
-    """Jordan's five iterations on one matrix, by their definition."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix) / matrix.norm()
     for _ in range(5):
@@ -77,10 +76,12 @@ def test_twenty_steps_are_the_rule_in_float64(path, nesterov, excluded):
     assert distance(layers, ends) < 1e-9
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (16, 4, 3, 3), (48, 7), (5, 200)], ids=str)
-def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape):
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((64, 96), 1.0), ((16, 4, 3, 3), 1e-30), ((48, 7), 1e4), ((5, 200), 1e18)], ids=str
+)
+def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape, scale):
     matrix = normals(*shape, dtype=torch.float32)
-    (found,) = orthogonalized(matrix)
+    (found,) = orthogonalized(matrix * scale)
     assert found.dtype == torch.float16
     assert found.shape == matrix.shape
     left, _, right = torch.linalg.svd(matrix.flatten(1).double(), full_matrices=False)
@@ -89,13 +90,6 @@ def test_the_result_has_the_singular_vectors_and_singular_values_near_one(shape)
     assert values.min() > 0.6
     assert values.max() < 1.25
     assert (inner - values.diag()).abs().max() < 0.01  # float16 has eleven bits
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e4, 1e18])
-def test_the_size_of_the_momentum_does_not_matter(scale):
-    matrix = normals(16, 30, dtype=torch.float32)
-    one, other = orthogonalized(matrix)[0], orthogonalized(matrix * scale)[0]
-    assert (one - other).abs().max() < 2e-3
 
 
 def test_a_channels_last_kernel_and_one_in_a_batch_give_the_same():
@@ -115,13 +109,12 @@ def test_a_step_inside_of_autocast_has_the_same_bits():
     assert torch.equal(inside, orthogonalized(moment)[0])
 
 
-@every_path
-def test_with_muons_size_it_is_torchs_muon(path):
+def test_with_muons_size_it_is_torchs_muon():
     """torch iterates in bfloat16 and averages the momentum, which changes no direction: 1e-2 of the way per element."""
     start = parameters((20, 33), (40, 12))
     ours, theirs, plain = (copies_of(start) for _ in range(3))
     group = {"params": ours, "trust_ratio": False, "direction": "orthogonal"}
-    run(LARS([group], lr=0.02, momentum=0.9, **path), ours, 5)
+    run(LARS([group], lr=0.02, momentum=0.9), ours, 5)
     run(torch.optim.Muon(theirs, lr=0.02, momentum=0.9, nesterov=False, weight_decay=0.0), theirs, 5)
     run(torch.optim.SGD(plain, lr=0.02, momentum=0.9), plain, 5)
     for one, other, sgd, first in zip(ours, theirs, plain, start, strict=True):
@@ -129,30 +122,14 @@ def test_with_muons_size_it_is_torchs_muon(path):
         assert (sgd - other).norm() > 0.3 * (other - first).norm()
 
 
-@every_path
-def test_excluded_groups_stay_momentum_sgd_to_the_bit(path):
+def test_excluded_groups_stay_momentum_sgd_to_the_bit():
     ours = parameters((6, 5), (7,))
     theirs = copies_of(ours)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
     group = {"params": ours, "trust_ratio": False}
-    run(LARS([group], direction="orthogonal", momentum_form="lr_outside", **options, **path), ours, 10)
+    run(LARS([group], direction="orthogonal", momentum_form="lr_outside", **options), ours, 10)
     run(torch.optim.SGD(theirs, **options), theirs, 10)
     assert_same_bits(ours, theirs)
-
-
-@pytest.mark.parametrize("option", [{"fused": True}, {"trust_clip": 1.0}], ids=str)
-def test_what_has_no_meaning_is_refused_by_name(option):
-    name = next(iter(option))
-    with pytest.raises(ValueError, match=rf'`{name}` .* and `direction` \(="orthogonal"\) exclude each other'):
-        LARS(parameters((2, 3)), lr=1.0, direction="orthogonal", **option)
-
-
-def test_every_tensor_has_an_owner_and_work_is_even():
-    shapes = [torch.Size(shape) for shape in [(64, 64)] * 9 + [(128, 128)] * 2]
-    owners = owners_by_flops(shapes, 3)
-    assert set(owners) == {0, 1, 2}
-    assert owners == owners_by_flops(list(shapes), 3)
-    assert owners[9] != owners[10]
 
 
 def _share():

@@ -32,7 +32,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.lists(numels, min_size=2, max_size=4), st.integers(2, 5), st.sampled_from(sorted(RULES)))
 @example([3 * BLOCK + 1, 2 * BLOCK + 256], 3, "barlow")  # a last block of one element; of one row of a list's norm
 @example([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1], 2, "paper")
@@ -54,12 +54,11 @@ def test_tensors_of_any_size_over_any_number_of_ranks_in_one_sum_a_step(path, si
     assert len(num_sums) == 2 * num_in_a_step * num_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("more", [1, 300, 20_000, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("is_in_blocks", [False, True], ids="in_blocks={}".format)
-def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sums(is_in_blocks, more, dtype):
+def test_the_norm_of_a_lists_parts_is_that_of_the_whole_but_for_the_order_of_sums(is_in_blocks, dtype):
     """To 1e-13, where one sum of a tensor or of a small last block in another dtype would be 1e-9 off."""
-    for numel in (2 * BLOCK + more, (1 << 19) + more):
+    for numel in (2 * BLOCK + 1, 2 * BLOCK + 40_000, (1 << 19) + 300):
         whole = normals(numel, seed=1).to(dtype)
         blocks = in_blocks([whole]) if is_in_blocks else [[[whole]]]
         expected = combined_norms([tensor_norms(block) for (block,) in blocks])

@@ -25,10 +25,8 @@ def accumulated(*, data: Dataset | None = None, batch_size: int = 8, num: int = 
 
 
 def loader_of(data: Dataset, batch_size: int) -> DataLoader:
-    """A loader in order."""
     return DataLoader(data, batch_size=batch_size, shuffle=False)
 
 
 def joined(piped: list[Seen]) -> dict[int, Any]:
-    """The optimizer's state of all ranks of a pipeline."""
     return {key: value for each in piped for key, value in each.states[0].items()}

@@ -32,12 +32,7 @@ def step_over(
     stages = []
     for index, block in blocks.items():
         setting = StageSetting(
-            index=index,
-            num_stages=num_stages,
-            device=torch.device("cpu"),
-            group=group,
-            pairs=(),
-            note=watchdog.note,
+            index=index, num_stages=num_stages, device=torch.device("cpu"), group=group, pairs=(), note=watchdog.note
         )
         stages.append(CheckedStage(StageBody([block]), setting, given=given, returned=given, input_of=lambda _: x))
     run = schedule_of(schedule, stages, num_microbatches=num_microbatches, loss_of=lambda output, _: output.sum())

@@ -1,7 +1,5 @@
 """A pipeline trains what accumulation trains, to the bit: weights, BatchNorm statistics and counts, optimizer state."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 
@@ -11,7 +9,6 @@ import torch
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages, joined
-from tests.rank_pool import RankPool
 from tests.scenes import fit, same
 
 
@@ -67,8 +64,9 @@ def test_four_stages_in_fp16_with_lars_and_a_schedule(one_rank, four_ranks):
     assert_equal(four_ranks, one_rank, WithLars, options={"num_stages": 4}, precision="16-true")
 
 
-def test_interleaved_stages_in_bf16_with_lamb(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, WithLamb, options={"schedule": "interleaved"}, precision="bf16-true")
+def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_rank, two_ranks):
+    options = {"schedule": "interleaved", "checkpoint_activations": True}
+    assert_equal(two_ranks, one_rank, WithLamb, options=options, precision="bf16-true")
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -79,42 +77,20 @@ def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, at):
     assert assert_equal(four_ranks, one_rank, module, options={"num_stages": 4}, precision="16-true").num_skipped == 1
 
 
-def test_clipping_by_norm_counts_all_stages(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, gradient_clip_val=0.3)
+def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, four_ranks):
+    assert_equal(four_ranks, two_ranks, precision="16-true", gradient_clip_val=0.3)
 
 
-def test_activation_checkpoints_change_nothing(one_rank, two_ranks):
-    assert_equal(two_ranks, one_rank, options={"checkpoint_activations": True}, precision="16-true")
-
-
-def test_data_ranks_average(two_ranks, four_ranks):
-    assert_equal(four_ranks, two_ranks, precision="16-true")
-
-
-PLACES = {
-    "2 stages": (2, 1, (2, 3, 4, 8)),
-    "2 stages x 2 data ranks": (2, 2, (2, 3, 4, 8)),
-    "4 stages": (4, 1, (4, 8)),
-    "4 stages x 2 data ranks": (4, 2, (4, 8)),
-}
-
-
-@pytest.fixture
-def eight_ranks():
-    pool = RankPool(num_ranks=8)
-    yield pool
-    pool.close()
+PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4)), "4 stages": (4, 1, (4, 8))}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
 @pytest.mark.parametrize("place", PLACES)
-def test_every_schedule_trains_what_accumulation_trains(rank_pool, eight_ranks, place, precision):
+def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]
-    num_ranks = num_stages * num_data_ranks
-    pool = rank_pool if num_ranks <= rank_pool.num_ranks else eight_ranks
     scene = {"data": toy.Blobs(96), "batch_size": 24, "precision": precision, "max_epochs": 1, "timeout_s": 300}
-    expected = {num: fit(pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0] for num in counts}
+    expected = {num: fit(rank_pool.ranks(num_data_ranks), **accumulated(num=num, **scene))[0] for num in counts}
     for schedule, num in itertools.product(("gpipe", "1f1b", "interleaved"), counts):
         options = {"num_stages": num_stages, "num_microbatches": num, "schedule": schedule}
-        assert_same(fit(pool.ranks(num_ranks), **in_stages(**options, **scene)), expected[num])
+        assert_same(fit(rank_pool.ranks(num_stages * num_data_ranks), **in_stages(**options, **scene)), expected[num])

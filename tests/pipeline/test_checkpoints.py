@@ -1,17 +1,12 @@
 """One file for any number of stages, and for no pipeline at all."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
-from lightning_hybrid.pipeline.rank_layout import PipelineRanks
-from lightning_hybrid.pipeline.whole_state import gather_checkpoint
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages
 from tests.scenes import fit, same
@@ -36,13 +31,6 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert same(piped["optimizer_states"], plain["optimizer_states"])
     assert list(piped["optimizer_states"][0]["state"]) == list(range(len(list(toy.Toy().parameters()))))
     assert piped.keys() == plain.keys()
-
-
-@pytest.mark.long
-def test_plain_ddp_goes_on_from_a_file_of_stages(two_ranks, tmp_path):
-    path = str(tmp_path / "a.ckpt")
-    fit_some(two_ranks, 2, path, 1, precision="32-true")
-    assert len(fit(two_ranks, strategy="ddp", ckpt_path=path)[0].losses) == 4
 
 
 class Monitored(toy.Toy):
@@ -81,14 +69,3 @@ def test_best_checkpoint_and_average_are_those_without_a_pipeline(one_rank, two_
     if average != "none":
         assert same(one["current_model_state"], two["current_model_state"])
         assert not same(one["current_model_state"], two["state_dict"])
-
-
-def test_a_stage_s_part_of_a_checkpoint_goes_over_host_memory(monkeypatch):
-    """NCCL would take it to the device first, where a stage's state may not fit twice."""
-    sent = []
-    monkeypatch.setattr(dist, "send_object_list", lambda parts, dst, group: sent.append((parts, group)))
-    ranks = PipelineRanks(rank=1, world_size=2, num_ranks=2)
-    gather_checkpoint({"state_dict": {"a": torch.ones(1)}}, ranks, group="of words")
-    ((parts, group),) = sent
-    assert list(parts[0]) == [("state_dict", "a")]
-    assert group == "of words"

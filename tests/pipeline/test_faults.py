@@ -1,7 +1,5 @@
 """A rank that is dead, stopped or failed in a schedule is named on all others, with stage and micro-batch."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -15,8 +13,6 @@ import torch
 from lightning_hybrid import HybridPipelineStrategy
 from tests import toy
 from tests.rank_pool import RankError
-
-SICK = 1  # the rank
 
 # On a machine that is busy another rank may be late with its answer, and is named as well.
 SILENT = re.compile(r"comm: rank(s [0-9, ]*\b1\b[0-9, ]* do| 1 does) not answer")
@@ -40,10 +36,6 @@ class Sick(torch.nn.Module):
         if self.num_calls == 7:
             if self.what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif self.what == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            elif self.what == "failed":
-                raise ZeroDivisionError("in the third micro-batch")
             else:
                 time.sleep(60)
         return x
@@ -56,11 +48,7 @@ def error_of_a_fit(what, folder, timeout_s, schedule):
     module = toy.Toy()
     module.net.insert(3, Sick(what))
     strategy = HybridPipelineStrategy(
-        num_stages=3,
-        num_microbatches=4,
-        schedule=schedule,
-        cuts=CUTS[schedule],
-        timeout=timedelta(seconds=timeout_s),
+        num_stages=3, num_microbatches=4, schedule=schedule, cuts=CUTS[schedule], timeout=timedelta(seconds=timeout_s)
     )
     error = toy.error_of(toy.trainer(strategy=strategy, max_epochs=1).fit, module, toy.loader())
     Path(folder, os.environ["RANK"]).write_text(error)
@@ -69,17 +57,16 @@ def error_of_a_fit(what, folder, timeout_s, schedule):
 
 
 def errors(ranks, what, tmp_path, *, timeout_s=30, schedule="1f1b"):
-    began_s = time.monotonic()
     with pytest.raises(RankError):
         ranks.run(error_of_a_fit, what, str(tmp_path), timeout_s, schedule, timeout_s=100, grace_s=45)
-    return {int(path.name): path.read_text() for path in tmp_path.iterdir()}, time.monotonic() - began_s
+    return {int(path.name): path.read_text() for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow  # the processes are started afresh after it
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
-    found, _ = errors(three_ranks, "killed", tmp_path, schedule=schedule)
+    found = errors(three_ranks, "killed", tmp_path, schedule=schedule)
     assert found.keys() == {0, 2}
     for text in found.values():
         assert SILENT.search(text)
@@ -87,29 +74,11 @@ def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
 
 
 @pytest.mark.long
-def test_an_error_in_a_block_stays_itself_and_is_reported_to_all(three_ranks, tmp_path):
-    found, _ = errors(three_ranks, "failed", tmp_path)
-    assert found[SICK] == "ZeroDivisionError: in the third micro-batch"
-    for rank in (0, 2):
-        assert "comm: rank 1 gave up: ZeroDivisionError: in the third micro-batch" in found[rank]
-
-
-@pytest.mark.long
-def test_a_stopped_rank_is_named_long_before_the_timeout(three_ranks, tmp_path):
-    found, took_s = errors(three_ranks, "stopped", tmp_path, timeout_s=1000)
-    assert found.keys() == {0, 2}
-    for text in found.values():
-        assert SILENT.search(text)
-    assert took_s < 100  # of 1000
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))],
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.battery) for name in ("gpipe", "interleaved"))]
 )
 def test_a_rank_that_hangs_is_named_with_stage_and_micro_batch(three_ranks, tmp_path, schedule):
-    found, _ = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
+    found = errors(three_ranks, "hangs", tmp_path, timeout_s=10, schedule=schedule)
     for rank in (0, 2):
         assert "rank 1 does not come to the collective in which others wait" in found[rank]
         num_stages = 6 if schedule == "interleaved" else 3

@@ -1,9 +1,5 @@
 """What Lightning's users see of a pipeline: logged values, metrics, evaluation, and the module after a run."""
 
-from __future__ import annotations
-
-from functools import partial
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,7 +8,6 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.callbacks import ReplicaCheck
-from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
@@ -20,8 +15,6 @@ from tests.scenes import at, fit, play, same
 
 
 class Measured(toy.Toy):
-    """Counts samples and accuracy, in training and validation, with a preprocessing step outside the network."""
-
     def __init__(self):
         super().__init__()
         self.num_seen = SumMetric()
@@ -94,13 +87,6 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
         assert own[2] == pytest.approx(expected[2], abs=1e-3)
 
 
-@pytest.mark.long
-def test_metrics_count_once_over_data_ranks_as_well(four_ranks):
-    found = [metrics for metrics, *_ in four_ranks.run(fit_and_predict, through_stages())]
-    assert found[0]["num_seen"] == found[0]["sum"] == 64
-    assert all(metrics == found[0] for metrics in found)
-
-
 class Photos(torch.utils.data.Dataset):
     def __len__(self):
         return 8
@@ -110,17 +96,11 @@ class Photos(torch.utils.data.Dataset):
         return torch.rand(3, 64, 64, generator=generator), index % 10
 
 
-NETS = {
-    "resnet": lambda: ResNet(depth=18, num_classes=10, width=0.125, stem="small"),
-    "alexnet": lambda: AlexNetBN(num_classes=10, in_channels=3, width=0.125, image_size=64, dropout=0.0),
-}
-
-
 class Photographer(pl.LightningModule):
-    def __init__(self, net):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.net = NETS[net]()
+        self.net = ResNet(depth=18, num_classes=10, width=0.125, stem="small")
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
@@ -130,12 +110,10 @@ class Photographer(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("net", NETS)
-def test_the_networks_of_the_recipes_offer_their_blocks(one_rank, four_ranks, net):
-    module, scene = partial(Photographer, net), {"data": Photos(), "max_epochs": 1}
-    (expected,) = fit(one_rank, module, **cases.accumulated(**scene))
-    piped = fit(four_ranks, module, **cases.in_stages(num_stages=4, **scene))
+def test_a_network_of_the_recipes_offers_its_blocks(one_rank, four_ranks):
+    scene = {"data": Photos(), "max_epochs": 1}
+    (expected,) = fit(one_rank, Photographer, **cases.accumulated(**scene))
+    piped = fit(four_ranks, Photographer, **cases.in_stages(num_stages=4, **scene))
     assert all(same(own.weights, expected.weights) for own in piped)
 
 

@@ -1,7 +1,5 @@
 """Tensors go from stage to stage in whatever order their elements lie in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
@@ -10,11 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
 from tests.pipeline.cases import accumulated, in_stages, loader_of
 from tests.scenes import fit, same
-
-COLUMN = torch.arange(3.0).view(3, 1).expand(3, 4)
 
 
 class Photos(torch.utils.data.Dataset):
@@ -83,26 +78,3 @@ def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank,
         assert same(own.weights, expected.weights)
         bound = 1e-2 if precision == "bf16-true" else 1e-5
         assert own.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=bound)
-
-
-def test_a_boundary_has_the_layout_that_its_blocks_make():
-    given = boundary_of(torch.empty(4, 3, 17, 19).to(memory_format=torch.channels_last))
-    blocks = ChannelsLast().net[:3]
-    found = output_of(blocks, given, torch.device("cpu"))
-    assert found.has_layout_of(blocks(torch.rand(4, 3, 17, 19).to(memory_format=torch.channels_last)))
-    assert not found.has_layout_of(torch.empty(found.shape))
-
-
-@pytest.mark.parametrize(
-    ("boundary", "tensor", "numel"),
-    [
-        (Boundary((2, 3), torch.float32, stride=(1, 2)), torch.arange(6.0).view(2, 3), 6),
-        (boundary_of(COLUMN), COLUMN, 12),
-    ],
-    ids=["in another order than agreed", "with gaps"],
-)
-def test_a_tensor_is_sent_in_the_order_agreed_on_and_without_gaps(boundary, tensor, numel):
-    received = boundary.empty("cpu")
-    assert boundary.message(received).numel() == numel
-    boundary.message(received).copy_(boundary.message(tensor))
-    assert torch.equal(received, tensor)

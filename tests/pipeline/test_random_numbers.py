@@ -1,7 +1,5 @@
 """Random numbers inside the network: each stage and micro-batch has its own, by the place in the run."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -11,8 +9,6 @@ from tests.scenes import at, fit, same
 
 
 class Noisy(nn.Module):
-    """Adds noise, and notes it."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES)
@@ -35,7 +31,6 @@ class Wild(toy.Toy):
 
 
 def drawn(trainer, module):
-    """The noise of each block, and the state outside of all."""
     return [block.seen for block in module.net], torch.get_rng_state()
 
 

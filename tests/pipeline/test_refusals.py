@@ -1,7 +1,5 @@
 """What a pipeline refuses, before a message is sent, with a cure; and what a pipeline would do wrong in silence."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
@@ -22,32 +19,24 @@ from lightning_hybrid.pipeline.rank_layout import OtherStages
 from lightning_hybrid.pipeline.shapes import Boundary, output_of
 from tests import toy
 from tests.pipeline.cases import in_stages, loader_of
-from tests.scenes import at, fit, play, same
+from tests.scenes import at, fit, play
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"schedule": "pipedream"}, "weight stashing"),
-        ({"schedule": "ZeroBubble"}, "past DistributedDataParallel"),
-        ({"schedule": "dualpipe_v"}, "past DistributedDataParallel"),
         ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
         ({"num_stages": 1}, "one stage is no pipeline"),
         ({"num_stages": 4, "num_microbatches": 2}, "must be at least `num_stages` (=4)"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
-        ({"cuts": [1], "schedule": "interleaved"}, "must be 3 ascending places"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
     with pytest.raises(ValueError, match="`") as caught:
         HybridPipelineStrategy(**options)
     assert words in str(caught.value)
-
-
-def test_the_names_are_registered_beside_those_of_the_all_reduce():
-    for name in ("hybrid_pipeline", "hybrid_pipeline_spawn", "hybrid_pipeline_fork"):
-        assert name in StrategyRegistry
 
 
 class Module(pl.LightningModule):
@@ -65,7 +54,7 @@ def tied():
 
 def compiled():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net.compile()
+    net._compiled_call_impl = object()  # as `net.compile()` leaves it, without importing the compiler
     return Module(net=net)
 
 
@@ -78,7 +67,6 @@ class Own(nn.Sequential):
     ("module", "words"),
     [
         (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
-        (lambda: Module(net=nn.Linear(1, 1)), "must be an nn.Sequential"),
         (lambda: Module(net=Own(nn.Linear(1, 1))), "must be an nn.Sequential"),
         (lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)), "Parameters `head.weight`"),
         (tied, "is also in block 0: tied weights"),
@@ -94,35 +82,16 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: check_ranks(num_stages=4, world_size=6),
-            r"`num_stages` \(=4\) must divide the number of ranks",
-        ),
+        (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
-        (lambda: cut_places([1.0], None, 2), "at most the number of blocks"),
-        (
-            lambda: microbatches(torch.zeros(6, 2), 4),
-            r"`batch_size` \(=6\) must be a multiple of `num_microbatches`",
-        ),
+        (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
-        (
-            lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4),
-            r"one first dimension .* \(= 8",
-        ),
+        (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"one first dimension .* \(= 8"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_micro_batches_are_those_of_a_smaller_loader():
-    batch = {"x": torch.arange(8).view(4, 2), "names": ["a"], "scale": torch.tensor(2.0), "row": torch.ones(1, 2)}
-    first, second = microbatches(batch, 2)
-    assert first["x"].tolist() == [[0, 1], [2, 3]]
-    assert second["x"].tolist() == [[4, 5], [6, 7]]
-    assert second["scale"] is batch["scale"]
-    assert second["row"] is batch["row"]
 
 
 def test_a_network_that_is_called_otherwise_than_with_one_tensor_and_a_loss_of_none_are_refused():
@@ -161,7 +130,7 @@ def test_gathering_is_refused_where_metrics_and_logs_are_muted():
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, np.random.rand])
-def test_a_draw_of_any_of_the_three_kinds_is_noticed_and_leaves_those_outside_undisturbed(draw):
+def test_a_draw_is_noticed_and_leaves_those_outside_undisturbed(draw):
     cpu = torch.device("cpu")
     with random_state(1, cpu):
         outside = [draw(), draw()]
@@ -169,34 +138,20 @@ def test_a_draw_of_any_of_the_three_kinds_is_noticed_and_leaves_those_outside_un
         before = draw()
         with random_state((7, 0), cpu) as has_drawn:
             assert not has_drawn()
-            inside = draw()
+            draw()
             assert has_drawn()
         assert [before, draw()] == outside
-    with random_state((7, 0), cpu):
-        assert draw() == inside
-    with random_state((7 + 2**40, 0), cpu):  # the generators themselves take the low 32 bits
-        assert draw() != inside
 
 
-def test_parameters_of_other_stages_free_their_memory_and_stay_the_users_objects():
+def test_parameters_of_other_stages_free_their_memory():
     layer = nn.Linear(2, 3)
-    own, values = layer.weight, layer.weight.detach().clone()
-    others = OtherStages([layer])
+    own = layer.weight
+    OtherStages([layer])
     assert layer.weight.is_meta
     assert own.numel() == 0
-    assert [tensor.shape for tensor in others.tensors] == [(3, 2), (3,)]
-    with others.hidden():
-        layer.to(torch.float64)  # a module is moved without them
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    others.restore([values, torch.zeros(3)], [optimizer])
-    assert layer.weight is own
-    assert torch.equal(own, values)
-    assert optimizer.param_groups[0]["params"][0] is own
 
 
 class Unshuffled(toy.Blobs):
-    """Other labels on other ranks."""
-
     def __getitem__(self, index):
         images, targets = super().__getitem__(index)
         return images, (targets + dist.get_rank()) % toy.NUM_CLASSES
@@ -209,7 +164,6 @@ class Wider(toy.Toy):
 
 
 def different(what):
-    """The error of a fit in which ranks differ."""
     rank, more = dist.get_rank(), {}
     if what == "cuts":
         more["cuts"] = [2 + rank]
@@ -244,24 +198,18 @@ def test_ranks_that_differ_are_refused_on_all_before_a_message_is_sent(two_ranks
 
 
 class Flipped(toy.Blobs):
-    """Images that each rank augments otherwise, with their labels."""
-
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
         return image * (1 - 2 * dist.get_rank()), target
 
 
 class Decodes(toy.Toy):
-    """The images are its targets as well."""
-
     def loss(self, batch):
         images, _ = batch
         return F.mse_loss(self.net(images).float(), images[:, : toy.NUM_CLASSES])
 
 
 class Masks(toy.Toy):
-    """Takes of the images what has no gradient."""
-
     def loss(self, batch):
         images, targets = batch
         losses = F.cross_entropy(self.net(images).float(), targets, reduction="none")
@@ -286,7 +234,7 @@ class Sharded(torch.utils.data.IterableDataset):
         return (data[index] for index in range(dist.get_rank(), 32, 2))
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("call", ["fit", "predict"])
 def test_other_batches_in_validation_test_and_prediction_are_refused(two_ranks, call):
     parts = partial(loader_of, Sharded(), 8)
     scene = in_stages(data=toy.Blobs(32), max_epochs=1, call=call, raises=True)
@@ -310,8 +258,6 @@ class Mixes(toy.Toy):
 
 
 class SkipsRows(toy.Toy):
-    """The rows of its network's input are not those of the batch."""
-
     def loss(self, batch):
         images, targets = (torch.cat([part, part[:1]]) for part in batch)
         return super().loss((images, targets))
@@ -337,7 +283,6 @@ def seeded(trainer, module, stage):
 
 
 def orders(trainer, module):
-    """Of micro-batches: the last of each step is that of the whole batch."""
     return [order for order in module.orders if len(order) == 8 + 2]
 
 
@@ -348,19 +293,6 @@ def test_what_is_mixed_at_random_is_mixed_alike_on_the_first_and_the_last_stage(
     first, last = (seen.looks["on_train_end"][0][-4:] for seen in found)  # one more at first, which finds the shape
     assert first == last
     assert len({str(order) for order in first}) == 4
-
-
-def test_the_norm_is_that_of_torch_to_the_bit_where_parameters_have_no_gradient(monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)  # one stage has all
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        gradients = [torch.randn(3, generator=generator) if index % 3 else None for index in range(60)]
-        ours, theirs = ([nn.Parameter(torch.zeros(3)) for _ in gradients] for _ in range(2))
-        for one, other, gradient in zip(ours, theirs, gradients, strict=True):
-            one.grad, other.grad = (None, None) if gradient is None else (gradient.clone(), gradient)
-        clip_by_norm_over_stages(torch.optim.SGD(ours, lr=0.1), 0.1, group=None, device=torch.device("cpu"))
-        nn.utils.clip_grad_norm_(theirs, 0.1)
-        assert all(same(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
 
 
 def votes(trainer, module):

@@ -1,7 +1,5 @@
 """BatchNorm's running statistics over data ranks: those of the first, as under DDP."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What a pipeline holds of schedules that it no longer needs: nothing."""
 
-from __future__ import annotations
-
 import gc
 
 from lightning_hybrid.pipeline.checked_stage import CheckedStage
@@ -11,7 +9,6 @@ from tests.scenes import at, fit
 
 
 def stages_held(*_):
-    """Each with memory for the messages of all micro-batches."""
     gc.collect()
     return sum(isinstance(one, CheckedStage) for one in gc.get_objects())
 

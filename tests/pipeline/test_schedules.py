@@ -1,7 +1,5 @@
 """How many micro-batches a rank keeps for backward, which is a pipeline's memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +7,11 @@ from torch import nn
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.planning.pipeline_cost import schedule_tasks
+from recipes.planning.estimates.pipeline_cost import schedule_tasks
 from tests.pipeline.schedule_step import step_over
 
 
 class Counts(torch.autograd.Function):
-    """Tells the counter of a forward, and of its backward."""
-
     @staticmethod
     def forward(ctx, x, count):
         ctx.count = count

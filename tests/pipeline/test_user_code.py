@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections import UserDict
 from dataclasses import dataclass
@@ -20,20 +19,18 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.pipeline import training_step as training
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages
-from tests.scenes import at, fit, play, same
+from tests.scenes import fit, play, same
 
 WIDTH = toy.NUM_FEATURES
 
 
 class Mlp(toy.Toy):
-    """Three layers."""
-
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.net = self.made()
-        self.seen, self.warned = 0, []
+        self.seen = 0
 
     def made(self):
         hidden = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
@@ -41,8 +38,6 @@ class Mlp(toy.Toy):
 
 
 class Described(toy.Blobs):
-    """Samples with a name, a number and some words."""
-
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return {"x": x, "y": y, "name": "abcdefg"[index % 7], "place": index, "words": torch.ones(1 + index % 3)}
@@ -56,8 +51,6 @@ def collated(samples):
 
 
 class Weighted(Mlp):
-    """Weights samples by what is no tensor of the batch, in a mapping that is no dictionary."""
-
     def loss(self, batch):
         losses = F.cross_entropy(self.net(batch["x"]).float(), batch["y"], reduction="none")
         by_name = torch.tensor([float(ord(name)) - 96 for name in batch["name"]])
@@ -66,8 +59,6 @@ class Weighted(Mlp):
 
 
 class InPlace(Mlp):
-    """Normalises images, and counts labels from one, in the batch's own memory."""
-
     def loss(self, batch):
         batch[0].mul_(2)
         batch[1].sub_(1).remainder_(toy.NUM_CLASSES)
@@ -98,44 +89,23 @@ class WidensGradients(Mlp):
         return layers
 
 
-class Counts(Mlp):
-    """Keeps numbers of its own, of which nothing depends."""
-
-    def loss(self, batch):
-        self.seen += len(batch[1])
-        return super().loss(batch)
-
-
-RIGHT = {
-    "names": Weighted,
-    "in place": InPlace,
-    "clipping by Lightning": ClipsByLightning,
-    "counts": Counts,
-    "dtype": WidensGradients,
-}
-
-
-def seen_samples(trainer, module):
-    return module.seen
+RIGHT = {"names": Weighted, "in place": InPlace, "clipping by Lightning": ClipsByLightning, "dtype": WidensGradients}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_users_write_trains_as_under_accumulation(one_rank, two_ranks, name):
     found = []
     for ranks, scene_of, size in ((one_rank, accumulated, 4), (two_ranks, in_stages, 16)):
-        scene = scene_of(batch_size=16, max_epochs=1, callbacks=[at(on_train_end=seen_samples)])
+        scene = scene_of(batch_size=16, max_epochs=1)
         if name == "names":
             scene["train"] = DataLoader(Described(64), size, collate_fn=collated)
         found.append(fit(ranks, RIGHT[name], **scene))
     ((expected,), piped) = found
     for seen in piped:
         assert same(seen.weights, expected.weights)
-        assert seen.looks["on_train_end"][0] in (0, 2 * 64)  # each sample as a micro-batch, and once in the whole batch
 
 
 class KeepsFeatures(Mlp):
-    """An auxiliary loss on what a hook keeps in the first stage."""
-
     def loss(self, batch):
         handle = self.net[1].register_forward_hook(lambda layer, args, output: setattr(self, "kept", output))
         self.kept = None
@@ -145,8 +115,6 @@ class KeepsFeatures(Mlp):
 
 
 class LeavesOut(nn.Sequential):
-    """`forward` does more than its blocks."""
-
     def pipeline_blocks(self):
         return list(self)
 
@@ -162,8 +130,6 @@ class Glue(Mlp):
 
 
 class Centred(Mlp):
-    """As DINO's centre."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("centre", torch.zeros(toy.NUM_CLASSES))
@@ -172,12 +138,6 @@ class Centred(Mlp):
         output = self.net(batch[0]).float()
         self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
         return F.cross_entropy(output - self.centre, batch[1])
-
-
-class CountsInBuffer(Centred):
-    def loss(self, batch):
-        self.centre += 1
-        return Mlp.loss(self, batch)
 
 
 class MovesAttribute(Mlp):
@@ -191,25 +151,12 @@ class Clips(Mlp):
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
-class ClipsTwice(ClipsByLightning):
-    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
-        super().configure_gradient_clipping(optimizer)
-        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-
 class Penalised(Mlp):
-    allow_unused = False
-
     def loss(self, batch):
         x = batch[0].requires_grad_()
         output = self.net(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True, allow_unused=self.allow_unused)
-        loss = F.cross_entropy(output.float(), batch[1])
-        return loss if slope is None else loss + slope.pow(2).mean()
-
-
-class PenalisedIfThere(Penalised):
-    allow_unused = True
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.cross_entropy(output.float(), batch[1]) + slope.pow(2).mean()
 
 
 class Saves(Mlp):
@@ -217,24 +164,9 @@ class Saves(Mlp):
         torch.save(self.state_dict(), io.BytesIO())
 
 
-class Copies(Mlp):
-    def on_train_epoch_end(self):
-        copy.deepcopy(self.net).state_dict()
-
-
-class Pickles(Mlp):
-    def on_train_epoch_end(self):
-        torch.save(self.net, io.BytesIO())
-
-
 class CallsLayers(Mlp):
     def on_train_epoch_end(self):
         self.net(torch.ones(2, WIDTH))
-
-
-class LogsNorms(Mlp):
-    def on_train_epoch_end(self):
-        sum(float(parameter.detach().norm()) for parameter in self.parameters())
 
 
 @dataclass
@@ -251,17 +183,11 @@ REFUSED = {
     KeepsFeatures: "must be that of `training_step` with the whole network",
     Glue: "Does `forward` do more than its blocks? Make it a block.",
     Centred: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
-    CountsInBuffer: "Buffers outside of the network (`centre`) must not be moved in `training_step`",
     MovesAttribute: "must not depend on what it moves in the module",
     Clips: "changed gradients by other means than `self.clip_gradients`",
-    ClipsTwice: "changed gradients by other means than `self.clip_gradients`",
     Penalised: "the network's input is not connected to its output",
-    PenalisedIfThere: "must be that of `training_step` with the whole network",
     Saves: "Call `trainer.save_checkpoint(path)` on every rank",
-    Copies: "Call `trainer.save_checkpoint(path)` on every rank",
-    Pickles: "Call `trainer.save_checkpoint(path)` on every rank",
     CallsLayers: "parameters of other stages are on the meta device",
-    LogsNorms: "parameters of other stages are on the meta device",
     WithTargets: "A batch must not hold a Targets in a pipeline",
 }
 
@@ -302,43 +228,18 @@ def test_values_that_differ_among_stages_are_warned_of_once(two_ranks):
     assert "same" not in text.partition(".")[0]
 
 
-class OwnNoise(Mlp):
-    """The loss is another one each time."""
-
-    def loss(self, batch):
-        return super().loss(batch) * (1 + torch.rand((), generator=Noise.generator))
-
-
-class Noise:
-    generator = torch.Generator()
-
-
-class Dropped(Mlp):
-    """Draws in its stages and outside of them, and has statistics."""
-
-    def made(self):
-        return nn.Sequential(*super().made()[:2], nn.Dropout(), nn.BatchNorm1d(WIDTH), *super().made()[2:])
-
-    def loss(self, batch):
-        return super().loss((batch[0] + torch.randn(batch[0].shape), batch[1])) * np.random.rand()
-
-
 def lines_of_fits():
     scene = in_stages(data=toy.Blobs(32), batch_size=16, max_epochs=1, raises=True, warns=False)
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "rank_zero_info", lines.append)
-        for module in (Dropped, OwnNoise):
-            lines.append(play({"module": module, **scene}).error)
         patch.setattr(training, "free_bytes", lambda device: dist.get_rank() * 1e12)  # on one rank alone there is none
         lines.append(play({"module": Glue, **scene}).error)
     return lines
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` draws")
 def test_a_loss_that_cannot_be_compared_is_told_in_one_line(two_ranks):
-    for compared, differs, noisy, small, nothing in two_ranks.run(lines_of_fits):
-        assert compared == noisy == nothing == ""  # the run goes on
-        assert "was not compared" in differs
-        assert "for the same micro-batch" in differs
-        assert "there is no memory for the whole network" in small
+    for said, error in two_ranks.run(lines_of_fits):
+        assert not error  # the run goes on
+        assert "was not compared" in said
+        assert "there is no memory for the whole network" in said

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.planning.cluster_costs import StageCost
+from lightning_hybrid.planning.cost import StageCost
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, simulate_events
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.simulate import Jitter, simulate, to_trace
+from lightning_hybrid.planning.cost import Link, NodeGroup
+from lightning_hybrid.planning.simulate import Jitter, simulate
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, ready_times_s
+from recipes.planning.estimates.step_trace import to_trace
 from tests.planning.clusters import NCCL, NODES, RANKS, cluster
 
 PLAN = CommPlan()
@@ -45,6 +47,32 @@ def test_one_rank_alone_has_nothing_to_wait_for():
     assert simulate(slow, on_gpus(1, 1), PLAN, itemsize=2).step_s == 2.0, "but for its input"
     assert outcome.step_s == pytest.approx(0.1 + 16 * 0.025 + 0.01)
     assert outcome.exposed_s.tolist() == [0.0]
+
+
+def test_everything_waits_for_the_slowest_nodes():
+    """One node's link at a quarter: sums take what they take where all links are; its ranks, and so do steps."""
+    few, many = SIXTEEN.scaled(1e-6), SIXTEEN
+    slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
+    for work, group, same in (
+        (few, NodeGroup(across=slow), replace(on_gpus(), across=slow)),
+        (many, NodeGroup(slowdown=1.5), on_gpus()),
+    ):
+        found = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
+        assert found.step_s == pytest.approx(simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s)
+        assert found.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
+        assert simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s == work.alone_s
+
+
+def test_sums_slow_the_arithmetic_beside_them_down():
+    """All but the last of 16 equal buckets run beside backward: so long an eighth of arithmetic is gone.
+
+    Mutation: what is taken is not given back to backward.
+    """
+    found, plan = replace(on_gpus(), taken_share=0.125), CommPlan(num_buckets=16)
+    plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), found))
+    beside_s = plain.first.busy_s - plain.first.exposed_s
+    assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)
+    assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
 
 
 @pytest.mark.parametrize(("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"])

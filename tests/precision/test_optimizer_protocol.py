@@ -31,8 +31,6 @@ OPTIMIZERS = {
 
 
 class Module(toy.Toy):
-    """Reads nothing back; the loss of one rank is infinite in the given batches."""
-
     def __init__(self, make, bad=(), bad_rank=0, scheduled=False):
         super().__init__()
         self.make, self.bad, self.bad_rank, self.scheduled = make, set(bad), bad_rank, scheduled
@@ -94,7 +92,6 @@ AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
 def scene_of(make, *, kind=Module, bad=(), bad_rank=0, scheduled=False, **scene):
-    """Two epochs of eight batches over all ranks."""
     make = OPTIMIZERS[make] if isinstance(make, str) else make
     scale = {"loss_scale": DynamicLossScale(2.0**10)} if scene.setdefault("precision", "16-true") == "16-true" else {}
     return {"module": partial(kind, make, bad, bad_rank, scheduled), **scale, **scene}
@@ -108,9 +105,7 @@ def run(ranks, make, *, patches=(), as_on_cuda=True, timeout_s=60.0, **scene):
 # ---- the same step -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
-@pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb"])
+@pytest.mark.parametrize(("optimizer", "precision"), [("lars", "16-true"), ("lamb", "bf16-true")])
 def test_a_step_handed_over_is_the_step_by_parts_bit_for_bit(one_rank, optimizer, precision):
     """Also around an overflow: scales are powers of two, so dividing before the norm or after it is the same."""
     scene = {"precision": precision, "bad": [2] if precision == "16-true" else []}
@@ -133,13 +128,14 @@ def test_whatever_looks_at_gradients_gets_the_step_by_parts(one_rank, make, scen
 
 
 def test_accumulated_and_kept_gradients_stay_scaled_and_are_not_lost(one_rank):
-    """Two micro-batches a step, gradients zeroed rather than dropped, an overflow that changes the scale between."""
-    scene = {"kind": KeepsGradients, "bad": [1], "accumulate_grad_batches": 2}
-    (whole, _), (parts, _) = (run(one_rank, "lars", callbacks=looks, **scene)[0] for looks in ([], [LOOKS]))
-    assert same(whole.weights, parts.weights)
+    kinds = [(KeepsGradients, []), (KeepsGradients, [LOOKS]), (Module, [])]
+    scene = {"bad": [1], "accumulate_grad_batches": 2}
+    (whole,), (parts,), (dropped,) = (run(one_rank, "lars", kind=one, callbacks=looks, **scene) for one, looks in kinds)
+    assert same(whole[0].weights, parts[0].weights)
+    assert same(whole[0].weights, dropped[0].weights)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lars_fused", "sgd_fused", "adamw_fused", "sgd_dampened"])
+@pytest.mark.parametrize("optimizer", ["lars_fused", "sgd_fused", "sgd_dampened"])
 def test_optimizers_skip_as_the_host_would(one_rank, optimizer):
     """From the very first step on, which a fused SGD of torch's cannot skip without leaving momentum uninitialised."""
     ((itself, num_whole),) = run(one_rank, optimizer, bad=[0, 3], timeout_s=300)
@@ -160,8 +156,6 @@ def test_on_a_cpu_an_eager_step_is_decided_by_the_host_and_a_fused_one_is_not(on
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes through process groups."""
-
     def __init__(self):
         super().__init__()
         self.counts = Counter()
@@ -178,12 +172,10 @@ def collectives_of(scene):
     return mode.counts, seen
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("optimizer", ["lars", "sgd_fused", "sgd"])
-def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks, optimizer):
+def test_overflow_on_one_rank_skips_on_both_without_a_collective_more(two_ranks):
     """As many as with bf16, which has the same tensors and nothing to agree on."""
-    full = two_ranks.run(collectives_of, scene_of(optimizer, precision="bf16-true"))
-    half = two_ranks.run(collectives_of, scene_of(optimizer, bad=[1, 2], bad_rank=1))
+    full = two_ranks.run(collectives_of, scene_of("lars", precision="bf16-true"))
+    half = two_ranks.run(collectives_of, scene_of("lars", bad=[1, 2], bad_rank=1))
     assert full[0][0], "the counter must see collectives"
     for (counts, seen), (full_counts, _) in zip(half, full, strict=True):
         assert seen.num_skipped == 4
@@ -239,12 +231,13 @@ def never(*_):
     return False
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("optimizer", ["lars", "lars_lists", "lamb", "sgd_fused", "adamw_fused"])
-@pytest.mark.parametrize("scene", [{}, {"looks": True}, {"bad": [1]}, {"gradient_clip_val": 1.0}], ids=str)
-def test_a_step_asks_the_device_nothing(one_rank, optimizer, scene):
+@pytest.mark.parametrize(
+    ("optimizer", "looks", "scene"),
+    [("lars_lists", [], {"bad": [1]}), ("lamb", [LOOKS], {}), ("adamw_fused", [], {"gradient_clip_val": 1.0})],
+    ids=["skipped", "looked at", "clipped"],
+)
+def test_a_step_asks_the_device_nothing(one_rank, optimizer, looks, scene):
     """16 steps, 14 of them counted; Lightning's loop on one rank asks nothing either."""
-    looks, scene = ([LOOKS], {}) if "looks" in scene else ([], scene)
     assert host_reads(one_rank, optimizer, *looks, **scene) == [{}]
 
 
@@ -255,32 +248,10 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
 
 
-@pytest.mark.parametrize(("every", "num_reads"), [(1, 6 - 1), (4, 1)])
-def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks, every, num_reads):
+def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
     """Before batches 0 to 7, of which 2 on are counted."""
-    asks = partial(StopOnSignal, every_n_steps=every)
-    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": num_reads}] * 2
-
-
-def forbid_syncs(trainer, *_):
-    if trainer.global_step == 3:
-        torch.cuda.set_sync_debug_mode("error")
-
-
-def allow_syncs(trainer, *_):
-    if trainer.is_last_batch:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_cuda_is_never_synchronised_in_a_step(scheduled):
-    no_sync = at(on_train_batch_start=forbid_syncs, on_train_batch_end=allow_syncs)
-    scene = {"accelerator": "gpu", "devices": 1, "log_every_n_steps": 1000, "logger": False, "callbacks": [no_sync]}
-    try:
-        play(scene_of("lars", scheduled=scheduled, **scene))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    asks = partial(StopOnSignal, every_n_steps=4)
+    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
 # ---- schedules one step behind -------------------------------------------------------------------------------------
@@ -315,7 +286,7 @@ def at_once_and_behind(ranks, *callbacks, **scene):
         yield run(ranks, "lars", scheduled=True, callbacks=callbacks_, patches=patches, **scene)[0][0]
 
 
-@pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}, {"bad": [], "max_steps": 6}], ids=str)
+@pytest.mark.parametrize("scene", [{"bad": [1, 4]}, {"bad": [7]}], ids=str)
 def test_a_schedule_one_step_behind_gives_every_step_the_same_rate(one_rank, scene):
     at_once, behind = at_once_and_behind(one_rank, **scene, log_every_n_steps=4)
     ((rates, group),), ((rates_behind, group_behind),) = (one.looks["on_train_start"] for one in (at_once, behind))
@@ -343,13 +314,11 @@ def state_of_plugin(trainer, *_):
     return trainer.precision_plugin.state_dict()
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "sgd_fused"])
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimizer):
-    """Four epochs in one go, and the same from a checkpoint after the first."""
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path):
     path, looks = str(tmp_path / "1.ckpt"), at(on_train_end=state_of_plugin)
     scene = {"bad": [1], "scheduled": True, "max_epochs": 4}
-    ((whole, _),) = run(one_rank, optimizer, callbacks=[looks, Saves(path, epoch=0)], **scene)
-    ((resumed, _),) = run(one_rank, optimizer, callbacks=[looks], ckpt_path=path, **scene)
+    ((whole, _),) = run(one_rank, "lars", callbacks=[looks, Saves(path, epoch=0)], **scene)
+    ((resumed, _),) = run(one_rank, "lars", callbacks=[looks], ckpt_path=path, **scene)
     assert same(whole.weights, resumed.weights)
     assert whole.looks == resumed.looks
     assert whole.num_skipped == 4
@@ -358,11 +327,10 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path, optimize
 # ---- endless overflow ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("log_every_n_steps", "num_steps"), [(10, 40), (25, 50), (1000, 80)])
-def test_endless_overflow_is_found_at_a_logged_step_or_at_the_end(one_rank, log_every_n_steps, num_steps):
-    scene = {"bad": range(8), "max_epochs": 10, "log_every_n_steps": log_every_n_steps, "raises": True}
+def test_endless_overflow_that_no_logged_step_has_found_is_found_at_the_end(one_rank):
+    scene = {"bad": range(8), "max_epochs": 6, "log_every_n_steps": 1000, "raises": True}
     ((seen, _),) = run(one_rank, "lars", **scene)
-    assert f"inf or nan for {num_steps} steps in a row" in seen.error
+    assert "inf or nan for 48 steps in a row" in seen.error
     assert "net.1.weight" in seen.error
 
 
@@ -397,7 +365,6 @@ class TwoGames(toy.Toy):
 
 
 def scales_and_skips(trainer, *_):
-    """Of each optimizer; they travel in a checkpoint."""
     plugin, restored = trainer.precision_plugin, MasterWeightPrecision("16-true")
     for _ in range(2):
         restored.optimizer_steps.of(torch.optim.SGD([torch.zeros(1)], lr=1.0))

@@ -51,23 +51,3 @@ def test_a_chain_of_schedules_waits_as_one():
     optimizer.step()
     config.scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 1.0
-
-
-def test_a_step_put_off_is_made_when_run_with_the_flag_of_its_own_optimizer_step():
-    """Rates are those without putting off, one optimizer step late; flags are saved, not read again.
-
-    A step made at once comes after those put off.
-    """
-    optimizer, config = make()
-    skipped, seen, asked, put_off = iter([True, False, False, True, False, False]), [], [], [True]
-    guard = guarding(config, lambda one: asked.append(one) or next(skipped), may_put_off=lambda: put_off[-1])
-    for _ in range(5):
-        guard.run_deferred()
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        config.scheduler.step()
-    assert seen == [1.0, 1.0, 0.5, 0.25, 0.25]
-    put_off.append(False)
-    config.scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.0625
-    assert asked == [optimizer] * 6

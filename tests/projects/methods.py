@@ -211,7 +211,6 @@ def process_seconds(*_: Any) -> float:
 
 
 def runs_of(ranks: Ranks, name: str) -> dict[str, Seen]:
-    """All runs of a method that are compared."""
     runs = {"ddp": trained(ranks, name, strategy="ddp"), "hybrid": trained(ranks, name)}
     for seed in (1, 2):
         runs[f"shaken_{seed}"] = trained(ranks, name, shaken=seed, strategy="ddp")

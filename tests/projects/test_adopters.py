@@ -16,9 +16,6 @@ from tests.scenes import fit, same
 pytestmark = pytest.mark.long
 
 
-# ---- weather models (anemoi-core): two ranks share an instance of the model, and have a group of their own -----------
-
-
 class Groups:
     def setup(self, trainer):
         pairs = torch.arange(self.world_size).split(2)
@@ -79,9 +76,6 @@ def test_a_subclass_with_groups_of_its_own_has_the_bits_of_ddps(four_ranks):
     end = theirs[0].weights["weight"]
     assert not torch.equal(end, torch.ones(8))
     assert all(torch.equal(one.weights["weight"].float(), end) for one in [*theirs, *ours, *half])
-
-
-# ---- torchvision's transforms in a loader with workers, and torchmetrics ---------------------------------------------
 
 
 class Pictures(toy.Blobs):

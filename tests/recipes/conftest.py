@@ -1,4 +1,4 @@
-"""Where the packages of the recipes' command line are missing, these tests are left out: none of them needs a GPU."""
+"""Where packages of the recipes' command line are missing, these tests are left out, those of loaders on a GPU too."""
 
 from __future__ import annotations
 

@@ -6,19 +6,14 @@ import re
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.programs import run_program
-from tests.test_readme import ROOT, python_blocks
 
 QUICKSTART = ROOT / "recipes" / "quickstart.py"
 
 
 def test_the_quick_start_is_as_long_as_a_page():
     assert len([line for line in QUICKSTART.read_text().splitlines() if line]) <= 50
-
-
-def test_what_the_first_page_quotes_of_it_is_there_word_for_word():
-    quoted = [block for block in python_blocks(ROOT / "README.md") if "_fork" in block or "kill_at_step" in block]
-    assert [block for block in quoted if block not in QUICKSTART.read_text()] == []
 
 
 @pytest.mark.long

@@ -10,26 +10,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_hybrid.data.images import imagenet
 from recipes.cli import config_check
+from recipes.datasets.images import imagenet
 from tests.checkout import ROOT, tracked_files, tracked_in
 from tests.recipes.cli import fuzzed
 
 PROGRAM = r"(?:python|torchrun|srun)\b[^`\n]*?(?:(recipes/[\w/]+)\.py|-m ((?:tests|recipes)[\w.]+))"
 OF_PACKAGE = r"(?:lightning-hybrid|-m lightning_hybrid) ([a-z][a-z-]*)"
 COMMAND = re.compile(rf"(?:{PROGRAM}|{OF_PACKAGE})(?![\w-])((?:\"[^\"\n]*\"|'[^'\n]*'|[^`\n|>&;])*)")
-SINCE_RENAMED = {  # a dated record has the command of its commit
-    "recipes.bench_input": "recipes.benchmarks.input",
-    "recipes.bench_step": "recipes.benchmarks.optimizer",
-    "recipes.endurance": "tests.evidence.endurance",
-    "recipes.faults_environment": "tests.evidence.environments",
-    "recipes.faults_cost": "tests.evidence.faults.cost",
-    "recipes.faults_resume": "tests.evidence.resume",
-    "recipes.tune_check": "tests.evidence.planner.tune_check",
-}
-LEFT = re.compile(
-    r"`git show \w{7,}:([\w/]+)"
-)  # a program that only history has; a page that says so may have its commands
+LEFT = re.compile(r"`git show \w{7,}:([\w/]+)")  # only history has it; a page that says so may have its commands
 PLACEHOLDERS = {r"<[^<>\n]*>": "x", "seed=N": "seed=0", "cluster=ours": "cluster=netlab"}  # what a reader fills in
 
 
@@ -63,13 +52,12 @@ def cases() -> dict[tuple[str, str], str]:
     for path in [ROOT / "README.md", *tracked_files("*/*.md")]:
         text = path.read_text()
         left = tuple(place.replace("/", ".") for place in LEFT.findall(text))
-        of_page = [(SINCE_RENAMED.get(program, program), words) for program, words in commands(text)]
-        of_page = [command for command in of_page if not (left and command[0].startswith(left))]
+        of_page = [command for command in commands(text) if not (left and command[0].startswith(left))]
         found |= {command: str(path.relative_to(ROOT)) for command in of_page if command not in found}
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("command", [pytest.param(each, id=f"{where}: {each[0]}") for each, where in cases().items()])
 def test_the_check_accepts_every_command(command, monkeypatch, tmp_path):
     program, arguments = command

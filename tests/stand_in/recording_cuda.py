@@ -216,7 +216,6 @@ class Cuda(TorchDispatchMode):
     def on_fake_tensors(self) -> Iterator[Cuda]:
         """Nothing is done before somebody waits for it."""
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), self.installed(patch):
-            patch.setattr(torch.Tensor, "__getitem__", _getitem)
             self.is_fake = True
             self.hang()
             yield self
@@ -334,17 +333,6 @@ class Cuda(TorchDispatchMode):
             for other, count in memory.last.items():
                 if not any(clock.get(other, 0) >= count for clock in waited):
                     self.found.append(f"reuse: {memory.owner} may write what {other} still uses")
-
-
-def _getitem(tensor: torch.Tensor, index: object) -> torch.Tensor:
-    """`tensor[begin:end]`, which torch's own does not do for "cuda" where it was built without."""
-    if isinstance(index, slice) and tensor.device.type == "cuda":
-        begin, end, _ = index.indices(tensor.shape[0])
-        return tensor.narrow(0, begin, max(0, end - begin))
-    return _GETITEM(tensor, index)
-
-
-_GETITEM = torch.Tensor.__getitem__
 
 
 def _is_non_blocking(func, args, kwargs) -> bool:

@@ -23,12 +23,6 @@ def not_twice(pytestconfig):
         pytest.skip("these tests move devices themselves")
 
 
-@pytest.mark.parametrize("algorithm", ["SGD", "AdamW"])
-def test_in_fp32_a_fit_on_such_a_device_is_one_on_the_cpu(one_rank, algorithm):
-    there, here = (one_rank.run(weights_after_a_fit, algorithm, is_moving)[0] for is_moving in (True, False))
-    assert toy.same_bits(there, here)
-
-
 class WithABuffer(toy.Toy):
     """A third is rounded in every half precision."""
 
@@ -62,14 +56,3 @@ def buffers_after_each(precision, path):
             found.append(module.buffers_by_bits())
     state = torch.load(path, weights_only=True)["state_dict"]
     return found, {name: state[name].tolist() for name in found[0]}
-
-
-def weights_after_a_fit(algorithm, is_moving):
-    module = toy.Toy(optimizer=algorithm, lr=0.01)
-    held = [id(buffer) for buffer in module.buffers()]
-    with pytest.MonkeyPatch.context() as patch:
-        if is_moving:
-            install(patch)
-        seen = fit(None, module)
-    assert ([id(buffer) for buffer in module.buffers()] != held) is is_moving
-    return seen.weights

@@ -9,8 +9,6 @@ from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.data.prefetch import prefetch
 from tests.stand_in.recording_cuda import CUDA, Cuda
 
-# ---- the prefetcher --------------------------------------------------------------------------------------------------
-
 
 class Loader:
     """Batches of images and labels; `on_device` as that of images which travel as uint8."""
@@ -65,12 +63,7 @@ def test_a_loader_is_not_asked_to_fill_what_is_still_being_copied():
     assert train_on(Refills()) == []
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 class Block:
-    """Page-locked memory, which a CPU build of torch cannot have."""
-
     def __init__(self, num_bytes):
         self.memory = np.zeros(num_bytes, dtype=np.uint8)
 

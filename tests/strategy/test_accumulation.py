@@ -1,7 +1,5 @@
 """Gradients of several batches in a step: added up in fp32, rounded once."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -12,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.scenes import at, fit, this_rank
 from tests.toy import Toy
 
-NUM_BATCHES = 64
-SUM = 0.875 + 62 * 2.0**-11
-"""Of a step, as the mean over ranks of 1 and 0.75, and 62 small ones: exact in fp16."""
+NUM_BATCHES = 16
+SUM = 0.875 + 14 * 2.0**-11
+"""Of a step, as the mean over ranks of 1 and 0.75, and 14 small ones: exact in fp16."""
 
 
 class Counts(Toy):
     """Its gradient is the batch: 1 - rank / 4 in the first of a step, 2**-11 in the others, none in the last.
 
-    In fp16, 1 + 2**-11 is 1: added one by one in it, all but the first batch would be lost. In bf16 sooner.
+    In fp16, 1 + 2**-11 is 1: added one by one in it, all but the first batch would be lost.
     """
 
     def __init__(self, leaves_out=False):
@@ -45,7 +43,6 @@ def batches(num_steps=1, first=None):
 
 
 def change(ranks, module=Counts, num_steps=1, first=None, precision="16-true", **options):
-    """By how much weights changed on each rank, and all that was seen."""
     scale = {"loss_scale": 1024} if precision == "16-true" else {}
     settings = {"max_epochs": 1, "use_distributed_sampler": False, "accumulate_grad_batches": NUM_BATCHES}
     data = partial(batches, num_steps, first)
@@ -64,12 +61,6 @@ def test_small_batches_of_a_step_are_not_lost_in_fp16(two_ranks, options):
         assert changed.tolist() == [-SUM / NUM_BATCHES] * 3
 
 
-def test_nor_in_bf16(two_ranks):
-    bound = 2.0**-8 * SUM / NUM_BATCHES * 1.01  # the sum, rounded on each rank, and their mean
-    for changed in change(two_ranks, precision="bf16-true")[0]:
-        assert (changed + SUM / NUM_BATCHES).abs().max() <= bound
-
-
 def test_each_step_begins_at_zero(two_ranks):
     (one, _), (three, _) = (change(two_ranks, num_steps=num_steps)[0] for num_steps in (1, 3))
     assert torch.equal(three, 3 * one)
@@ -77,9 +68,8 @@ def test_each_step_begins_at_zero(two_ranks):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_that_does_not_come_about_leaves_nothing_to_the_next(one_rank):
-    """The first of two steps has no last batch."""
     ((changed,), _) = change(one_rank, partial(Counts, leaves_out=True), num_steps=2)
-    assert changed.tolist() == [-(1.0 + 62 * 2.0**-11) / NUM_BATCHES] * 3
+    assert changed.tolist() == [-(1.0 + 14 * 2.0**-11) / NUM_BATCHES] * 3
 
 
 def gradient(trainer, module):

@@ -1,7 +1,5 @@
 """`Adasum` between nodes: what a fit gets by it, and what is refused or warned of."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
@@ -45,7 +43,6 @@ def slopes(rank, *, apart):
 
 
 def moved_by(seen):
-    """SGD at a rate of 1: the weights, negated."""
     return [-seen.weights[f"weights.{index}"] for index in range(len(NUMELS))]
 
 
@@ -84,9 +81,6 @@ def test_an_overflow_on_one_node_skips_the_step_on_all_and_halves_the_scale(two_
             assert (weight.double() - right).norm() <= 2 * 2**-11 * right.norm()  # of the second step alone
 
 
-# ---- refused, and warned of ------------------------------------------------------------------------------------------
-
-
 def refusal_of_three_nodes():
     strategy = HybridAllReduceStrategy(between_nodes=Adasum(), ranks_per_node=1)
     return toy.error_of(toy.trainer, strategy=strategy)  # before a module is there
@@ -103,7 +97,6 @@ def sgd_on_groups(parameters):
 
 
 def warned(ranks, optimizer, ranks_per_node):
-    """What is said of Adasum on each rank, and what was seen."""
     scene = {"module": partial(Slopes, optimizer=optimizer), "max_steps": 1, "between_nodes": Adasum(), "warns": True}
     ranks = fit(ranks, ranks_per_node=ranks_per_node, **scene)
     return [([text for text in seen.warnings if "Adasum()" in text], seen) for seen in ranks]

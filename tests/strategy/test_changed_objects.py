@@ -19,7 +19,6 @@ IN_ANY_MODULE = {"__class__", "__dict__", "setattr", "delattr"}
 
 
 def own_attributes(trees: Iterable[ast.AST]) -> set[str]:
-    """Names that a class of the package gives its instances."""
     found = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):

@@ -1,7 +1,5 @@
 """The table of what excludes what: every row makes its error, and the page of options shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,7 +84,6 @@ def by_hand(is_automatic=False):
 
 
 def made(pair):
-    """What a user would do to get the error."""
     names = {pair.one, pair.other}
     if names <= {*ASKED, *KINDS}:
         (kind,) = [KINDS[name] for name in names if name in KINDS] or [HybridAllReduceStrategy]

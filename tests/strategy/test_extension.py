@@ -39,12 +39,7 @@ def test_the_extension_of_the_page_logs_the_norm_of_an_update(two_ranks):
         assert logged > 0
 
 
-# ---- life ------------------------------------------------------------------------------------------------------------
-
-
 class Says(FitExtension):
-    """An extension that writes down its hooks, and raises in some."""
-
     def __init__(self, fit, name, said, fails=()):
         self.name, self.said, self.fails = name, said, fails
         self.note("made", kept=False)
@@ -91,7 +86,6 @@ class Says(FitExtension):
 
 
 def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
-    """What was said, the error, warnings, callbacks that are left and whether the engine is closed."""
     said, module, error, notes = [], toy.Toy(), "", []
     fails = fails[dist.get_rank()] if isinstance(fails, list) else fails
     factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]
@@ -208,9 +202,6 @@ def test_a_fit_ends_extensions_then_the_engine_then_masters_then_the_module(two_
     options = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
     order = ["end", "engine of 1", "engine of 2", "masters", "put back", "put back", "DDP", "masters"]
     assert two_ranks.run(ends, options, "16-true") == [order] * 2
-
-
-# ---- what is refused, and what is not there --------------------------------------------------------------------------
 
 
 def test_an_extension_that_is_no_factory_is_refused():

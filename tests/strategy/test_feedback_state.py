@@ -23,16 +23,12 @@ LOW_RATE = partial(toy.Toy, lr=0.05)
 
 
 def fit(ranks, codec="int4", module=LOW_RATE, **scene):
-    """Nodes of one rank each, in half precision."""
     options = {"between_nodes": Mean(dtype=codec, error_feedback=True), "ranks_per_node": 1, "precision": "16-true"}
     return scenes.fit(ranks, module, timeout_s=240.0, **options | scene)
 
 
 def residuals_in(path):
     return DurableCheckpointIO().load_checkpoint(path)["error_feedback"]
-
-
-# ---- resumed runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,11 +62,7 @@ def test_residuals_move_to_the_rank_that_encodes_their_block(four_ranks, tmp_pat
         assert same(seen.parameters, first[0].parameters)
 
 
-# ---- skipped steps ---------------------------------------------------------------------------------------------------
-
-
 def of_all_nodes(trainer, module, *args):
-    """On rank zero."""
     extensions = trainer.strategy._extensions
     return extensions.made[0].collected(extensions.fit)
 
@@ -85,9 +77,6 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(two_ranks):
     assert all(value.isfinite().all() for value in found[3].values())
     assert same(seen.parameters, other.parameters)
     assert all(value.isfinite().all() for value in seen.parameters.values())
-
-
-# ---- other numbers of nodes ------------------------------------------------------------------------------------------
 
 
 def owed(path):
@@ -112,7 +101,6 @@ def test_two_nodes_then_two_of_two_ranks_then_four_then_two_owe_the_same(two_ran
 
 
 def test_a_file_that_is_saved_while_an_error_ends_the_run_has_no_residuals(monkeypatch):
-    """Other ranks may not come to collect them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     precision = SimpleNamespace(precision="32-true")
     fit = SimpleNamespace(precision=precision, module=None, optimizer_steps=(), failures=SimpleNamespace())

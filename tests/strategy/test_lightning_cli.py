@@ -1,7 +1,5 @@
 """`LightningCLI` with the strategy by name and by `class_path`; what `README.md` shows is run as it stands."""
 
-from __future__ import annotations
-
 import re
 import sys
 from datetime import timedelta
@@ -28,14 +26,12 @@ def called_from_a_program(monkeypatch):
 
 
 def parsed(*arguments):
-    """What `python train.py ...` makes."""
     quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
     arguments = [*arguments, *quiet]
     return LightningCLI(toy.Toy, args=arguments, run=False, save_config_callback=None, seed_everything_default=False)
 
 
 def fitted(*arguments):
-    """The trainer after `python train.py fit ...`."""
     cli = parsed(*arguments)
     cli.trainer.fit(cli.model, toy.loader())
     return cli.trainer

@@ -1,7 +1,5 @@
 """Lightning's `ModelParallelStrategy` with LARS and LAMB: FSDP2, tensor parallelism and both train as `ddp` does."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -30,8 +28,6 @@ BOUND = {"lars": 0, "lars fused": 2e-6, "lamb": 0, "lamb fused": 1e-5}
 
 
 class Layerwise(toy.Toy):
-    """A toy whose optimizer is one of ours, on parameter groups."""
-
     def __init__(self, optimizer, is_pair=False):
         super().__init__()
         self.optimizer_name = optimizer
@@ -45,8 +41,6 @@ class Layerwise(toy.Toy):
 
 
 class Sharded(Layerwise):
-    """As a user writes it: blocks, then the rest."""
-
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         for block in self.net:
@@ -56,7 +50,6 @@ class Sharded(Layerwise):
 
 
 def pair_net():
-    """Two matrices between which no tensor is needed whole."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -67,8 +60,6 @@ def pair_net():
 
 
 class Sliced(Layerwise):
-    """Tensor parallelism, and `fully_shard` over it where there are data-parallel ranks too."""
-
     def configure_model(self):
         parallelize_module(
             self.net[0], self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -78,7 +69,6 @@ class Sliced(Layerwise):
 
 
 def whole(trainer, module):
-    """Weights at the end, whole, and what kinds of tensors they were."""
     found = {name: param.detach().clone() for name, param in module.net.named_parameters()}
     kinds = {type(param).__name__ for param in found.values()}
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}, kinds
@@ -91,7 +81,6 @@ def fit_on_rank(scene):
 
 
 def trained(ranks, module, strategy, num_steps=8, **scene):
-    """Whole weights, and kinds, on each rank."""
     ranks = ranks.run(fit_on_rank, {"module": module, "strategy": strategy, **scene})
     assert all(seen.global_step == num_steps for seen in ranks)
     return [seen.looks["on_train_end"][0] for seen in ranks]
@@ -130,12 +119,7 @@ def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
         assert distance(expected, found) <= 1e-5
 
 
-# ---- checkpoints in one file -----------------------------------------------------------------------------------------
-
-
 class ByStrategy(Layerwise):
-    """As the module of the recipes."""
-
     def configure_model(self):
         self.trainer.strategy.shard_(self.net)
 
@@ -154,7 +138,6 @@ def goes_on(ranks, reader, optimizer, path):
 
 
 def saved(ranks, writer, optimizer, path, **scene):
-    """The file after the first of two epochs; the weights after the second."""
     module, strategy = KINDS[writer]
     return trained(ranks, partial(module, optimizer), strategy, callbacks=[Saves(path, epoch=0)], **scene)[0][0]
 

@@ -55,7 +55,7 @@ class ElasticFit:
         self._failures = failures
         self._option, self._strategy, self._comm, self._timeout = option, strategy, comm, timeout
         self._num_shards, self._ranks_per_host = comm.topology.world_size, len(comm.topology.node)
-        self.is_first = comm.topology.local_rank == 0  # of the view
+        comm.is_first = comm.topology.local_rank == 0  # until hosts have met
         self._shards: list[int] = []
         self._rest: tuple[Any, ...] = ()  # arguments of `training_step` after the batch
         self._runs_shard = False  # by `_run`, and not by Lightning's closure
@@ -167,7 +167,7 @@ class ElasticFit:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _use(self, topology: Topology) -> None:
-        self.is_first, self._sums_apart = topology.rank == 0, True
+        self._comm.is_first, self._sums_apart = topology.rank == 0, True
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
         if self._loader is not None:
             self._loader.use(self._shards)

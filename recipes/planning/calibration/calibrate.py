@@ -4,8 +4,7 @@
     latency     of the wire: across less inside, as a message inside costs the same software and no wire
     software    what the simulator needs so that its times of the measured sums have the least error (overhead_fit.py)
     codec       rates of encoding and decoding
-    factors     the rest: for each algorithm, and for sums through a codec, measured over modelled time of the larger
-                sums
+    curves      the rest: for each algorithm, and for sums through a codec, measured over modelled time by bytes
 
 `Calibration.notes` names each link that is no line, and the error of the predicted sums.
 """
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cost import Link, curve_at
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.node_wire import KERNEL_S, CodecRates
@@ -29,7 +28,6 @@ from recipes.planning.calibration.overhead_fit import (
     MeasuredSetup,
     fit_overheads,
     predicted_all_reduce_s,
-    residual_factors,
 )
 
 # Several flows must carry this many times the bytes of one to count as more than noise. Our choice.
@@ -41,7 +39,7 @@ WELL_FITTED = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAllReduce:
-    """A timed all-reduce and its time as the described cluster predicts it."""
+    """A timed all-reduce and its time as the described cluster predicts it from those of other sizes."""
 
     algorithm: str
     num_bytes: int
@@ -112,16 +110,16 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
     bare = _bare_cluster(fits["inside"], fits["across"], flows, setup, core_bytes_per_s=core_bytes_per_s)
     bare = replace(bare, codec=_codec_rates(samples, bare))
     fitted = fit_overheads(bare, measured, setup, most_bytes_per_s=core_bytes_per_s)
-    cluster = replace(fitted, factors=residual_factors(fitted, measured, setup))
-    sums = tuple(
-        TimedAllReduce(
-            algorithm=what,
-            num_bytes=size,
-            measured_s=time_s,
-            predicted_s=predicted_all_reduce_s(cluster, what, size, setup),
-        )
-        for (what, size), time_s in measured.items()
-    )
+    modelled_s = {case: predicted_all_reduce_s(fitted, *case, setup) for case in measured}
+    curves: dict[str, dict[float, float]] = {}
+    for what, size in measured:
+        curves.setdefault(what, {})[size] = round(measured[what, size] / modelled_s[what, size], 3)
+    cluster = replace(fitted, curves=curves, measured_nodes=setup.num_nodes)
+    sums = []
+    for (what, size), time_s in measured.items():
+        others = {other: ratio for other, ratio in curves[what].items() if other != size}
+        predicted_s = curve_at(others, size) * modelled_s[what, size]
+        sums.append(TimedAllReduce(algorithm=what, num_bytes=size, measured_s=time_s, predicted_s=predicted_s))
     found = Calibration(
         cluster=cluster,
         inside=fits["inside"],
@@ -129,7 +127,7 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
         consent_s={place: consent_s for place in _LEVELS if (consent_s := _consent_s(samples, place)) is not None},
         flow_bytes_per_s=flows,
         add_bytes_per_s=adds,
-        sums=sums,
+        sums=tuple(sums),
         notes=(),
     )
     return replace(found, notes=tuple(_notes(found)))
@@ -211,8 +209,14 @@ def _bare_cluster(
     transport: Gloo | Nccl
     codec = CodecRates()
     if setup.on_cuda:
-        algorithms: Sequence[Literal["ring", "tree"]] = ("ring", "tree")
-        transport = Nccl(inside=setup.inside, algorithms=algorithms, payload_share=1.0)  # rates are measured
+        algorithms: Sequence[Literal["ring", "tree"]] = ["ring", "tree"]
+        transport = Nccl(
+            inside=setup.inside,
+            version=setup.nccl_version,
+            algorithms=algorithms,
+            channels=setup.channels,
+            payload_share=1.0,  # rates are measured
+        )
         codec = CodecRates(kernel_s=KERNEL_S)
     else:
         transport = Gloo(

@@ -37,18 +37,16 @@ Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
 
 MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 EXCHANGE_BYTES = (4, 256, 4 * KIB)
-SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 4 * MIB, 16 * MIB)
+SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, *(2**power * MIB for power in range(11)))
+MOST_BYTES_ON_CPU = 64 * MIB  # of a sum: ranks may share a machine's memory
 ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
 ADD_BYTES = 4 * MIB
 
 # The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
 CALL_SHARE = 1 / 100
-
 # So many rounds must fit into the limit: the costliest cases are left out until they do.
-LEAST_ROUNDS = 7
-
-MOST_CALLS = 200
+LEAST_ROUNDS, MOST_CALLS = 7, 200
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -94,10 +92,10 @@ class Measurement:
         timeout_s: Limit of every wait for another rank, the first included, in which each imports torch.
     """
 
-    limit_s: float = 60.0
+    limit_s: float = 120.0
     num_rounds: int = 15
     min_sample_s: float = 0.01
-    max_bytes: int = 64 * MIB
+    max_bytes: int = 1024 * MIB
     dtype: str = "float16"
     algorithms: Sequence[Algorithm] = ALGORITHMS
     timeout_s: float = 300.0
@@ -130,7 +128,8 @@ class Measurement:
             found += [Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS]
             coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
             found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
-        sizes = [size for size in SUM_BYTES if size <= self.max_bytes]
+        most = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
+        sizes = [size for size in SUM_BYTES if size <= most]
         names = (backend, *self.algorithms)
         found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
         return sorted(found, key=lambda case: case.num_bytes)

@@ -2,7 +2,7 @@
 
 Over Gloo: a stage, a message, a segment, a core's rate and the share that one ring fills (cost_gloo.py). Over NCCL: the
 launch (cost_nccl.py). They are fitted together and compensate each other, so that none has a meaning, or an interval,
-of its own. The remaining error becomes a factor of each algorithm.
+of its own. The remaining error becomes a curve over bytes of each algorithm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_hybrid.comm.plan import LEAST_FUSED_BYTES, CommPlan
+from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.cluster_costs import PEERS
 from lightning_hybrid.planning.cost_nccl import Nccl
@@ -26,6 +26,9 @@ FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_shar
 
 # The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice.
 LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
+
+# Larger sums are links alone, and take long to simulate in chunks.
+MOST_FITTED_BYTES = 16 * MIB
 
 # Errors of sums count squared up to here and linearly beyond.
 ROBUST = 0.1
@@ -43,6 +46,8 @@ class MeasuredSetup:
         num_shared_cores: Cores of the one machine that all ranks run on; None where there are several machines.
         is_interleaved: Consecutive ranks are on different nodes.
         inside: The connection of the GPUs of a node.
+        channels: Of NCCL's graph, from its log; None: not known.
+        nccl_version: Of the same log.
     """
 
     num_nodes: int
@@ -52,6 +57,8 @@ class MeasuredSetup:
     num_shared_cores: int | None = None
     is_interleaved: bool = False
     inside: Literal["nvlink", "pci"] = "nvlink"
+    channels: int | None = None
+    nccl_version: str = "2.27"
 
 
 def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, setup: MeasuredSetup) -> float:
@@ -89,11 +96,15 @@ def is_coded(algorithm: str) -> bool:
 def fit_overheads(
     bare: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup, *, most_bytes_per_s: float
 ) -> Cluster:
-    """Return the cluster whose predictions of the sums have the least error, of those that go through no codec.
+    """Return the cluster whose predictions of the sums have the least error, of those of up to `MOST_FITTED_BYTES`.
 
-    A core's rate is at most `most_bytes_per_s`.
+    Those through a codec are left out. A core's rate is at most `most_bytes_per_s`.
     """
-    measured = {case: time_s for case, time_s in measured.items() if not is_coded(case[0])}
+    measured = {
+        (what, size): time_s
+        for (what, size), time_s in measured.items()
+        if not is_coded(what) and size <= MOST_FITTED_BYTES
+    }
 
     def loss(cluster: Cluster) -> float:
         # In the logarithm a factor of two too much is as bad as one too little, at any size.
@@ -126,19 +137,6 @@ def fit_overheads(
 
     guess = FIRST_GUESS | {"core_bytes_per_s": most_bytes_per_s / 2}
     return with_costs(_descend(guess, lambda values: loss(with_costs(values))))
-
-
-def residual_factors(
-    cluster: Cluster, measured: dict[tuple[str, int], float], setup: MeasuredSetup
-) -> dict[str, float]:
-    """Take each algorithm's median of measured over predicted time, over sizes of buckets or else the largest size."""
-    found = {}
-    for what in dict.fromkeys(what for what, _ in measured):
-        sizes = sorted(size for name, size in measured if name == what)
-        large = [size for size in sizes if size >= LEAST_FUSED_BYTES] or sizes[-1:]
-        ratios = [measured[what, size] / predicted_all_reduce_s(cluster, what, size, setup) for size in large]
-        found[what] = round(statistics.median(ratios), 3)
-    return found
 
 
 def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]) -> dict[str, float]:

@@ -17,37 +17,30 @@ from tests.battery.case import Plain, Run, barrier, behaviour, loader
 
 
 class Falls(Plain):
-    """Logs a metric that goes up and down."""
-
     def on_train_epoch_end(self) -> None:
         self.log("score", torch.tensor(float((self.current_epoch * 2) % 3)), sync_dist=True)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "all": {"save_top_k": -1},
     "best_2": {"save_top_k": 2, "monitor": "score"},
-    "last": {"save_last": True},
     "last_link": {"save_last": "link", "save_top_k": 2, "monitor": "score"},
     "weights_only": {"save_weights_only": True},
     "every_2_steps": {"every_n_train_steps": 2, "save_top_k": -1},
     "by_time": {"train_time_interval": timedelta(0), "save_top_k": -1},
     "filename": {"filename": "{epoch}-{score:.2f}", "monitor": "score", "save_top_k": -1},
     "overwritten": {"filename": "same", "enable_version_counter": False, "save_top_k": 1},
-    "versions": {"filename": "same", "save_top_k": -1},
     "on_exception": {"save_on_exception": True},
 }
 
 
 def fit_with_files(run: Run, *loaders: Any, plugins: Any = None, **options: Any) -> Any:
-    """A fit of three epochs with a ModelCheckpoint of these options: trainer, module, and the callback."""
     saves = ModelCheckpoint(dirpath=run.folder / "files", **options)
     settings = {"max_epochs": 3, "callbacks": [saves], "enable_checkpointing": True, "plugins": plugins}
     return *run.fit(Falls(), *loaders, **settings), saves
 
 
 def kept(options: dict[str, Any], run: Run) -> Any:
-    """What a ModelCheckpoint with these options leaves."""
     _, _, saves = fit_with_files(run, loader(), loader(), **options)
     files = run.files()
     links = [file for file in files if os.path.islink(run.folder / file)]
@@ -61,14 +54,12 @@ for _name, _options in OPTIONS.items():
 
 
 def content_of(path: Path) -> Any:
-    """Keys and types in a file, and what is saved of weights and optimizers."""
     saved = torch.load(path, weights_only=True)
     return kinds_of({key: value for key, value in saved.items() if "Precision" not in key and key != "exact_resume"})
 
 
 @behaviour
 def precision_in_a_file(run: Run) -> Any:
-    """Entries of the precision plugin."""
     _, _, path = run.saved()
     return [key for key in torch.load(path, weights_only=True) if "Precision" in key]
 
@@ -109,27 +100,12 @@ def saved_by_hand(run: Run) -> Any:
     return files, run.files(), loaded.state_dict(), loaded.hparams, content_of(whole), module.hparams
 
 
-def resumed_across(run: Run, first: str | None = None, second: str | None = None) -> Any:
-    """A fit under one strategy goes on under the other; None: the one that is compared."""
-    _, _, path = run.saved(strategy=first or run.strategy)
-    trainer, module = run.fit(start={"ckpt_path": path}, strategy=second or run.strategy)
-    return module.state_dict(), trainer.global_step
-
-
-behaviour(functools.partial(resumed_across, first="ddp"), name="resumed_from_ddp")
-behaviour(functools.partial(resumed_across, second="ddp"), name="resumed_by_ddp")
-
-
 @dataclasses.dataclass
 class Sizes:
-    """Of a user."""
-
     width: int = 1
 
 
 class Stateful(Plain):
-    """Puts things of its own into checkpoints and takes them out."""
-
     def __init__(self, more: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -153,7 +129,6 @@ def state_of_the_user(run: Run) -> Any:
 
 @behaviour
 def objects_in_a_checkpoint(run: Run) -> Any:
-    """What is said of objects when they are saved, and when they are refused."""
     _, module, path = run.saved(Stateful(more=Sizes(2)))
     try:
         run.fit(module, start={"ckpt_path": path})
@@ -163,7 +138,6 @@ def objects_in_a_checkpoint(run: Run) -> Any:
 
 @behaviour
 def damaged_file(run: Run) -> Any:
-    """A bit of a weight that has flipped on the disk."""
     trainer, module, path = run.saved()
     barrier()
     if trainer.is_global_zero:

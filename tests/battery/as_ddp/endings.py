@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import io
@@ -10,13 +9,9 @@ import logging
 import os
 import pickle
 import random
-import signal
-import sys
 import threading
-import time
 import warnings
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -82,22 +77,13 @@ def notes_of_an_error(run: Run) -> Any:
 
 @behaviour
 def overflow(run: Run) -> Any:
-    """What one batch whose loss is infinite leaves."""
     step = step_and(lambda self, loss, batch_idx: loss * float("inf") if batch_idx == 1 else loss)
     _, module = run.fit(plain_with(training_step=step), max_epochs=1)
     return [bool(torch.isfinite(each).all()) for each in module.parameters()]
 
 
 @behaviour
-def signals_after_a_fit(run: Run) -> Any:
-    before = signal.getsignal(signal.SIGTERM)
-    run.fit()
-    return signal.getsignal(signal.SIGTERM) is before
-
-
-@behaviour
 def state_of_the_process(run: Run) -> Any:
-    """What a fit leaves in it, and what it has drawn of random numbers."""
     environment, threads = set(os.environ), {thread.name for thread in threading.enumerate()}
     run.fit(None, loader(), loader())
     return [
@@ -111,26 +97,6 @@ def state_of_the_process(run: Run) -> Any:
         [len(logging.getLogger(name).handlers) for name in ("lightning.pytorch", "lightning", "torch", "")],
         torch.distributed.is_initialized(),
     ]
-
-
-@behaviour
-def clocks_that_are_mocked(run: Run) -> Any:
-    """How often a fit asks each clock of `time` that users replace in tests."""
-    counts: dict[str, int] = {}
-
-    def counting(name: str, clock: Any) -> Any:
-        def counted() -> Any:
-            if "lightning" in sys._getframe(1).f_code.co_filename:
-                counts[name] = counts.get(name, 0) + 1
-            return clock()
-
-        return counted
-
-    with contextlib.ExitStack() as stack:
-        for name in ("perf_counter", "monotonic"):
-            stack.enter_context(mock.patch(f"time.{name}", counting(name, getattr(time, name))))
-        run.fit(None, loader(), loader())
-    return counts
 
 
 @behaviour

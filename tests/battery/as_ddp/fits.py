@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests import toy
 from tests.battery.as_ddp.trainers import state_of
-from tests.battery.case import Plain, Run, behaviour, loader, num_ranks
+from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def names_of(kind: type) -> list[str]:
@@ -37,23 +37,17 @@ class _Loaders:
 
 
 class Noting(_Loaders, Plain):
-    """Notes every hook of a module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Any] = []
 
 
 class NotingCallback(pl.Callback):
-    """Notes every hook that a callback has."""
-
     def __init__(self, notes: list[Any]) -> None:
         self.notes = notes
 
 
 class NotingData(_Loaders, pl.LightningDataModule):
-    """Notes every hook of a datamodule."""
-
     def __init__(self, notes: list[Any]) -> None:
         super().__init__()
         self.notes = notes
@@ -80,7 +74,6 @@ for _kind, _whose, _names in (
 
 
 def left_of(module: pl.LightningModule) -> Any:
-    """What remains of a module: its values, dtype, device, flags and gradients."""
     children, weights = list(module.modules()), list(module.parameters())
     return {
         "state": module.state_dict(),
@@ -100,7 +93,6 @@ def left_of(module: pl.LightningModule) -> Any:
 
 
 def called(run: Run, what: str, **settings: Any) -> Any:
-    """All that one of the trainer's methods with these settings does, returns and leaves."""
     module = Noting()
     trainer = run.trainer(callbacks=[NotingCallback(module.notes)], **settings)
     returned = getattr(trainer, what)(module, datamodule=NotingData(module.notes))
@@ -125,15 +117,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no_validation": {"limit_val_batches": 0},
     "sanity_checking": {"num_sanity_val_steps": 2},
     "val_check_interval": {"val_check_interval": 2},
-    "val_check_interval_over_epochs": {"val_check_interval": 3, "check_val_every_n_epoch": None},
     "check_val_every_n_epoch": {"check_val_every_n_epoch": 2, "max_epochs": 3},
     "max_steps": {"max_steps": 3, "max_epochs": -1},
-    "max_steps_0": {"max_steps": 0},
     "accumulate_grad_batches": {"accumulate_grad_batches": 3},
     "gradient_clip_val": {"gradient_clip_val": 0.01},
-    "gradient_clip_by_value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "reload_dataloaders": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
-    "no_distributed_sampler": {"use_distributed_sampler": False},
     "deterministic": {"deterministic": True},
     "detect_anomaly": {"detect_anomaly": True},
     "no_inference_mode": {"inference_mode": False},
@@ -154,16 +142,6 @@ def fit_with(settings: dict[str, Any], run: Run) -> Any:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
-
-
-@behaviour
-def fit_barebones(run: Run) -> Any:
-    """Which takes no setting that switches off what it switches off."""
-    module = Noting()
-    known = {"strategy": run.strategy, "precision": run.precision, "default_root_dir": run.folder}
-    trainer = pl.Trainer(accelerator="cpu", devices=num_ranks(), max_epochs=1, barebones=True, **known)
-    trainer.fit(module, loader())
-    return {**state_of(trainer), "module": left_of(module), "hooks": module.notes, "files": run.files()}
 
 
 for _name, _settings in SETTINGS.items():

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.battery.as_ddp.trainers import property_of, state_of
@@ -76,21 +76,6 @@ def properties_of_the_strategy(trainer: pl.Trainer, module: Plain) -> Any:
     return {name: property_of(trainer.strategy, name) for name in names if name != "model"}
 
 
-@behaviour
-def signatures(run: Run) -> Any:
-    """Every public method of `ddp` is there and takes what it takes there."""
-    strategy = run.trainer().strategy
-    missing = []
-    for name, method in inspect.getmembers(DDPStrategy, inspect.isfunction):
-        own = getattr(type(strategy), name, None)
-        if name.startswith("_"):
-            continue
-        theirs, ours = (inspect.signature(each).parameters for each in (method, own))
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in ours.values())
-        missing += [name for parameter in theirs if parameter not in ours and not takes_all]
-    return missing
-
-
 HOOKS = {
     "ddp_comm_hook": default_hooks.allreduce_hook,
     "ddp_comm_state": {},
@@ -101,7 +86,6 @@ HOOKS = {
 
 @behaviour
 def refused_arguments(run: Run) -> Any:
-    """Which of its arguments `ddp` takes alone."""
     return _refused(run, HOOKS)
 
 
@@ -122,14 +106,12 @@ def _refused(run: Run, arguments: dict[str, Any]) -> list[str]:
 
 
 def made_with(arguments: dict[str, Any], run: Run) -> Any:
-    """A fit with an argument that both take."""
     trainer, module = run.fit(strategy=type(run.trainer().strategy)(**arguments), max_epochs=1)
     return module.state_dict(), state_of(trainer)
 
 
 @behaviour
 def ddp_keywords(run: Run) -> Any:
-    """With which `DistributedDataParallel` is made."""
     seen: list[Any] = []
 
     def look(self: Any) -> None:
@@ -140,18 +122,10 @@ def ddp_keywords(run: Run) -> Any:
     return seen
 
 
-@behaviour
-def names_in_the_registry(run: Run) -> Any:
-    names = [name for name in StrategyRegistry.available_strategies() if name.startswith(run.strategy)]
-    return sorted(name.removeprefix(run.strategy) for name in names)
-
-
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "bucket_cap_mb": {"bucket_cap_mb": 1},
-    "no_bucket_view": {"gradient_as_bucket_view": False},
-    "no_broadcast_buffers": {"broadcast_buffers": False},
     "timeout": {"timeout": timedelta(seconds=100)},
     "process_group_backend": {"process_group_backend": "gloo"},
     "cluster_environment": {"cluster_environment": LightningEnvironment()},

@@ -16,7 +16,6 @@ from tests.battery.case import Plain, Run, behaviour, loader
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Every public property of the trainer, by value or by type."""
     names = [name for name, _ in inspect.getmembers(pl.Trainer, lambda one: isinstance(one, property))]
     return {"trainer": {name: property_of(trainer, name) for name in names if name != "model"}}  # `wrapped_model`
 
@@ -35,7 +34,6 @@ def property_of(owner: Any, name: str) -> Any:
 
 @behaviour
 def model_of_the_trainer(run: Run) -> Any:
-    """Its class in hooks: wrapped in DDP, or not yet."""
     seen: list[Any] = []
 
     class Looks(Plain):
@@ -60,7 +58,6 @@ def class_of_a_loader(run: Run) -> Any:
 
 @behaviour
 def state_during_a_fit(run: Run) -> Any:
-    """What the trainer says in the middle of a fit."""
     seen: list[Any] = []
 
     class Looking(Plain):
@@ -88,7 +85,6 @@ def state_during_a_fit(run: Run) -> Any:
 
 @behaviour
 def messages_of_a_fit(run: Run) -> Any:
-    """What Lightning's loggers write: levels and texts."""
     lines: list[Any] = []
 
     class Keeps(logging.Handler):
@@ -109,16 +105,6 @@ def messages_of_a_fit(run: Run) -> Any:
             each.removeHandler(handler)
             each.setLevel(level)
     return lines
-
-
-@behaviour
-def init_module(run: Run) -> Any:
-    trainer, seen = run.trainer(), []
-    for empty in (None, False, True):
-        with trainer.init_module(empty_init=empty):
-            module = Plain()
-        seen.append([(each.dtype, each.device.type, each.requires_grad) for each in module.parameters()])
-    return seen
 
 
 @behaviour

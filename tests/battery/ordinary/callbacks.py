@@ -1,7 +1,5 @@
 """Callbacks that copy, save, average, prune, freeze and cut, and what is asked of the model outside of a step."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -16,24 +14,19 @@ ONES = torch.ones(2, NUM_FEATURES)
 
 
 def called(base=Row, *, attributes=None, **hooks):
-    """A row with a callback of these hooks."""
     return row(base, configure_callbacks=lambda self: callbacks.LambdaCallback(**hooks), **(attributes or {}))
 
 
 def shipped(make, **more):
-    """A row with one of Lightning's own."""
     return row(configure_callbacks=lambda self: make(), **more)
 
 
 def digits(state):
-    """Dtypes, and whether some value has more digits than a bf16 or an fp16."""
     some = [t for t in state.values() if t.is_floating_point()]
     return {t.dtype for t in some}, any(not torch.equal(t.half().float(), t.float()) for t in some)
 
 
 class _Saves(Row):
-    """What is kept is what the module has when training ends."""
-
     def keep(self, saved):
         self.saved, self.facts["saved"] = saved, digits(saved)
 
@@ -64,13 +57,6 @@ def reset_once(trainer, module):
         module.load_state_dict(module.first)
 
 
-def reinitialise(trainer, module):
-    with torch.no_grad():
-        module.net[2].bias.zero_()
-        nn.init.constant_(module.net[0].bias, 0.125)
-        module.net[0].weight[0] = 0.5
-
-
 def freeze_late(trainer, module):
     if trainer.current_epoch == 1:
         module.net[0].requires_grad_(False)
@@ -98,17 +84,11 @@ ROWS = {
     # `copy.deepcopy` in a callback, and a call of the copy: best weights, a model to serve, a momentum model
     "CopiesModule": called(_Saves, on_train_epoch_end=copy_module),
     "LoadsInFit": called(on_fit_start=keep_first, on_train_epoch_end=reset_once, attributes={"falls_to": 0.8}),
-    "Reinitialises": called(on_train_epoch_start=reinitialise),
     "Ema": shipped(lambda: callbacks.EMAWeightAveraging(decay=0.8)),
     "Swa": shipped(
         lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1), epochs=4
     ),
     "Averages": shipped(callbacks.WeightAveraging),
-    "Prunes": shipped(  # all weights of all layers; masks are made in the fit
-        lambda: callbacks.ModelPruning("l1_unstructured", amount=0.25, use_lottery_ticket_hypothesis=False),
-        epochs=4,
-        roundings=16,  # which of two weights of nearly one size is cut off
-    ),
     # The weights go back to their first values after each pruning. On a CPU in fp32 they do so once: from then on
     # Lightning's copy of the first values is the weights' own memory. Half-precision weights have memory of their own,
     # as all have on a GPU.

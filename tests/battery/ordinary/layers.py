@@ -1,7 +1,5 @@
 """Torch's own layers, and what torch does to layers: parametrizations, pruning, checkpointing."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -17,42 +15,24 @@ def head(size):
 
 
 def steps_of(x):
-    """Three steps of four features each."""
     return x.view(-1, 3, 4)
 
 
 def recurrent(core, forward=None, **more):
-    """A layer over the steps; or a cell, which `forward` calls."""
-    parts = {
-        "layer": lambda: core(4, 16, **({} if "Cell" in core.__name__ else {"batch_first": True})),
-        "head": head(16),
-    }
+    parts = {"layer": lambda: core(4, 16, batch_first=True), "head": head(16)}
     forward = forward or (lambda self, x: self.head(self.layer(steps_of(x))[0][:, -1]))
     return row(parts=parts, lr=0.5, epochs=4, forward=forward, **more)
 
 
 def from_first_state(self, x):
-    """A learned first state, and a packed sequence."""
     h, c = (state.expand(1, len(x), 16).contiguous() for state in self.first)
     packed = nn.utils.rnn.pack_padded_sequence(steps_of(x), torch.full((len(x),), 3), batch_first=True)
     return self.head(self.layer(packed, (h, c))[1][0][0])
 
 
-def by_lstm_cell(self, x):
-    h = c = torch.zeros(len(x), 16, device=x.device)
-    for step in steps_of(x).unbind(1):
-        h, c = self.layer(step, (h, c))
-    return self.head(h)
-
-
 def encoder():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def attended(self, x):
-    x = steps_of(x)
-    return self.head((x + self.mix(x, x, x, need_weights=True)[0]).flatten(1))
 
 
 def embedded(make, **more):
@@ -64,7 +44,6 @@ def embedded(make, **more):
 
 
 def changed(change, *, is_square=False, **more):
-    """The first layer, once `change` has been there."""
     width = NUM_FEATURES if is_square else 16
 
     def build(self):
@@ -96,35 +75,22 @@ NORMS = sequence(
 EMBED = {"embed": lambda: nn.Linear(4, 8)}
 ROWS = {
     "Lstm": recurrent(nn.LSTM),
-    "Gru": recurrent(nn.GRU),
     "LstmWithFirstState": recurrent(nn.LSTM, from_first_state, adds=values(first=lambda: torch.zeros(2, 1, 1, 16))),
-    "LstmCell": recurrent(nn.LSTMCell, by_lstm_cell),
     "Embedding": embedded(lambda: nn.Embedding(8, 8, padding_idx=0)),
     "NormedEmbedding": embedded(lambda: nn.Embedding(8, 8, max_norm=1.0)),
-    "EmbeddingBag": row(
-        parts={"embedding": lambda: nn.EmbeddingBag(96, 8), "head": head(8)},
-        forward=lambda self, x: self.head(self.embedding(tokens_of(x) + 8 * torch.arange(12))),
-        lr=1.0,
-    ),
     "Encoder": row(
         parts={"mix": encoder, **EMBED, "head": head(8)},
         forward=lambda self, x: self.head(self.mix(self.embed(steps_of(x))).mean(1)),
         roundings=24,  # two layers with six products each
     ),
-    "Attention": row(
-        parts={"mix": lambda: nn.MultiheadAttention(4, 2, batch_first=True), "head": head(12)}, forward=attended
-    ),
     "Convolutions": row(parts=CONVOLUTIONS),
-    "NormsInARow": row(
-        parts=NORMS,
-    ),
+    "NormsInARow": row(parts=NORMS),
     "Bilinear": row(
         parts={"net": lambda: nn.Linear(NUM_FEATURES, 4), "mix": lambda: nn.Bilinear(4, NUM_FEATURES, NUM_CLASSES)},
         forward=lambda self, x: self.mix(self.net(x), x),
         refused={"bf16-true": HALF_SHOWS["bf16-true"]},
     ),
     "WeightNorm": changed(parametrizations.weight_norm),
-    "OldWeightNorm": changed(nn.utils.weight_norm, ignored_warnings=("`torch.nn.utils.weight_norm` is deprecated",)),
     "Orthogonal": changed(parametrizations.orthogonal),
     "SpectralNorm": changed(parametrizations.spectral_norm),
     "OwnParametrization": changed(
@@ -135,8 +101,6 @@ ROWS = {
 
 
 class FrozenInEvalMode(Row):
-    """A frozen backbone with statistics of its own, called under `no_grad`."""
-
     def build(self):
         super().build()
         self.backbone = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.BatchNorm1d(NUM_FEATURES))

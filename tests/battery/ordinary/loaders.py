@@ -1,7 +1,5 @@
 """Loaders: what hands out batches, and of what kind they are."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,8 +20,6 @@ def my_samples():
 
 
 class _Refills:
-    """A loader with a length that fills the same memory for each batch."""
-
     sampler = None
 
     def __init__(self):
@@ -42,14 +38,6 @@ class _Refills:
         return (self.fill(i) for i in range(len(self)))
 
 
-class _Turns:
-    """Two buffers in turns and no length: Lightning itself looks one batch ahead to know the last one, no further."""
-
-    def __iter__(self):
-        one, other = _Refills(), _Refills()
-        return ((other if i % 2 else one).fill(i) for i in range(len(one)))
-
-
 class _Stream(IterableDataset):
     def __init__(self):
         self.images, self.targets = my_samples()
@@ -59,8 +47,6 @@ class _Stream(IterableDataset):
 
 
 class Batch:
-    """A user's own: knows how to move, and has more than tensors."""
-
     def __init__(self, samples):
         self.x, self.y = default_collate(samples)
 
@@ -70,8 +56,6 @@ class Batch:
 
 
 class _Dicts(toy.Blobs):
-    """Text, numbers, None and nests beside tensors."""
-
     def __getitem__(self, i):
         one = {"x": {"image": self.images[i]}, "y": [self.targets[i]]}
         return one | {"name": f"sample {i}", "weight": 1.0 + 2.0**-20}
@@ -92,7 +76,6 @@ def loss_of_fields(self, batch):
 
 
 def fed(make, base=Row, **more):
-    """A row with a loader of its own."""
     return row(base, train_dataloader=lambda self: make(), **more)
 
 
@@ -107,7 +90,6 @@ def of_samples(data=samples, **options):
 ROWS = {
     "Refilled": fed(_Refills),
     "RefilledAccumulated": fed(_Refills, settings={"accumulate_grad_batches": 2}),
-    "RefilledInTurns": fed(_Turns),
     "Iterable": of_samples(_Stream),
     "Limited": row(  # another loader is asked for in every epoch, and left after three batches
         settings={"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 3}, epochs=4
@@ -134,34 +116,3 @@ class MovedByHand(Row):
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch[0] * 0.5, batch[1]
-
-
-class DataloaderIter(Row):
-    """The user takes batches from the iterator."""
-
-    ignored_warnings = ("You are using the `dataloader_iter` step flavor", "Found `dataloader_iter` argument")
-
-    def training_step(self, dataloader_iter):
-        batch, _, _ = next(dataloader_iter)
-        return self.note(self.loss(batch))
-
-
-class ChangedEachBatch(Row):
-    """A dataset whose level a hook raises before each batch is trained, for the next; what comes in is looked at."""
-
-    class _Levels(toy.Blobs):
-        level = 0.0
-
-        def __getitem__(self, i):
-            return self.images[i] + self.level, self.targets[i], torch.tensor(self.level)
-
-    def train_dataloader(self):
-        self.data = self._Levels()
-        return DataLoader(self.data, batch_size=8)
-
-    def loss(self, batch):
-        self.facts.setdefault("levels", []).append(batch[2][0].item())
-        return super().loss(batch[:2])
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.data.level += 0.03125

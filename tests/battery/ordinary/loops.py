@@ -1,7 +1,5 @@
 """Loops: automatic ones with what Lightning adds to them, and ones by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch
@@ -39,17 +37,12 @@ class TensorHooks(Row):
 
 
 class GradientPenalty(Row):
-    """The gradient of the output by the input, in the loss (WGAN-GP)."""
-
     def loss(self, batch):
         x, y = batch
         x = x.float().requires_grad_()
         logits = self(x)
         (gradient,) = torch.autograd.grad(logits.float().sum(), x, create_graph=True)
         return F.cross_entropy(logits, y) + 0.1 * (gradient.norm(dim=1) - 1).square().mean()
-
-
-# ---- by hand -------------------------------------------------------------------------------------------------------
 
 
 class _InTurns(Manual):
@@ -85,11 +78,7 @@ class _InTurns(Manual):
     def clip_values_by_lightning(self, optimizer):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
-    def clip_values_by_torch(self, optimizer):
-        nn.utils.clip_grad_value_(self.parameters(), 0.01)
-
     def normalise(self, optimizer):
-        """By hand, in place and by assignment."""
         total = total_norm(self)
         for i, p in enumerate(self.parameters()):
             if i % 2:
@@ -117,22 +106,17 @@ ROWS |= {
     "ByHandClips": clips(_InTurns.clip_by_lightning),
     "ByHandClipsValue": clips(_InTurns.clip_values_by_lightning),
     "ByHandTorchClips": clips(_InTurns.clip_by_torch),
-    "ByHandTorchClipsValue": clips(_InTurns.clip_values_by_torch),
     "ByHandChangesGradients": clips(_InTurns.normalise),
     "ByHandAccumulates": in_turns(every=2),
     "ByHandAccumulatesAndClips": in_turns(_InTurns.clip_by_lightning, **TWICE),
-    "ByHandLooksAndAccumulates": in_turns(  # looks at gradients after each backward, not at the end only
-        every=2,
-        after_each_backward=_InTurns.look,
-    ),
+    "ByHandLooksAndAccumulates": in_turns(every=2, after_each_backward=_InTurns.look),  # after each backward
     "ByHandNoSync": in_turns(every=2, waits=True),
     "ByHandNoSyncAndClips": in_turns(_InTurns.clip_by_torch, waits=True, **TWICE),
     "ByHandRaw": in_turns(uses_wrapper=False),  # torch's own optimizer, not Lightning's wrapper
-    "ByHandRawAndClips": in_turns(_InTurns.clip_by_torch, uses_wrapper=False, lr=0.3),
 }
 
 
-class _Gan(Manual):
+class GanToggles(Manual):
     """A generator that is to match the mean of the data; what is noted is how far it is from it."""
 
     epochs, find_unused = 6, True
@@ -160,10 +144,6 @@ class _Gan(Manual):
     def note_distance(self, real, fake):
         self.note((fake.detach().float().mean(0) - real.float().mean(0)).square().mean())
 
-
-class GanToggles(_Gan):
-    """As in Lightning's documentation."""
-
     def training_step(self, batch, batch_idx):
         real, (for_generator, for_critic) = batch[0], self.optimizers()
         self.toggle_optimizer(for_generator)
@@ -178,49 +158,3 @@ class GanToggles(_Gan):
         for_critic.step()
         for_critic.zero_grad()
         self.untoggle_optimizer(for_critic)
-
-
-# ---- SAM: a step to where it is worst, a gradient there, and back ---------------------------------------------------
-
-
-class Sam(optim.Optimizer):
-    """The one that everybody copies: holds a base optimizer, and old weights in `state`."""
-
-    def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
-        self.param_groups = self.base_optimizer.param_groups
-        self.defaults.update(self.base_optimizer.defaults)
-
-    def trained(self):
-        return [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    @torch.no_grad()
-    def first_step(self):
-        norm = torch.stack([p.grad.norm() for p, _ in self.trained()]).norm()
-        for p, group in self.trained():
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (group["rho"] / (norm + 1e-12)).to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for p, _ in self.trained():
-            p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-        self.zero_grad()
-
-    def step(self, closure=None):
-        raise NotImplementedError("call first_step and second_step")
-
-
-class SamClass(Manual):
-    def configure_optimizers(self):
-        return Sam(self.parameters(), optim.SGD, lr=self.lr, momentum=0.9)
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        self.manual_backward(self.note(self.loss(batch)))
-        optimizer.first_step()
-        self.manual_backward(self.loss(batch))
-        optimizer.second_step()

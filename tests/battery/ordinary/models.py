@@ -1,7 +1,5 @@
 """Models that people write by hand: their own parameters meet tensors of any dtype."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +17,6 @@ def tokens_of(x):
 
 
 def values(**made):
-    """Parameters of one's own, made when the module is."""
     return {name: lambda make=make: Value(make()) for name, make in made.items()}
 
 
@@ -28,13 +25,8 @@ def clip_logits(self, x):
 
 
 def clip(temperature):
-    """The head of CLIP."""
     values_of_it = values(text=lambda: torch.randn(NUM_CLASSES, 8), temperature=lambda: torch.tensor(temperature))
     return {"image": lambda: nn.Linear(NUM_FEATURES, 8), **values_of_it}
-
-
-def rms_scale(x):
-    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def filtered(self, x, gain):
@@ -48,21 +40,17 @@ def glow(self, batch):
 
 
 def tied(self, batch):
-    """A language model in small: what reads tokens also writes them."""
     tokens = tokens_of(batch[0])
     context = self.embedding(tokens).cumsum(1) / torch.arange(1, 13)[:, None]
     return F.cross_entropy(self.head(context).flatten(0, 1) / 4, tokens.flatten())
 
 
 def penalised(self, batch):
-    """Weight decay by hand, and a sparse first layer."""
     decay = sum(p.pow(2).sum() for p in self.parameters())
     return Row.loss(self, batch) + 1e-3 * decay + 1e-3 * self.net[0].weight.abs().sum()
 
 
 def targets(make, loss):
-    """Regression of numbers that half precision does not hold."""
-
     def train_dataloader(self):
         images = samples().images
         return DataLoader(TensorDataset(images, make(images[:, :1] + images[:, 1:2])), batch_size=8)
@@ -84,7 +72,6 @@ ROWS = {
     "Plain": row(),
     "Temperature": row(parts=clip(4.0), forward=lambda self, x: clip_logits(self, x).float() * self.temperature),
     "Positional": row(adds=values(position=vector(0.0)), forward=lambda self, x: self.net(x + self.position)),
-    "HandRMSNorm": row(adds=values(gain=vector(1.0)), forward=lambda self, x: self.net(x * rms_scale(x) * self.gain)),
     "FunctionalLayerNorm": row(  # ConvNeXt's: a module of one's own with `F.layer_norm`
         adds=GAIN_AND_SHIFT,
         forward=lambda self, x: self.net[2](F.relu(F.layer_norm(self.net[0](x), (16,), self.gain, self.shift))),
@@ -104,15 +91,7 @@ ROWS = {
         refused=HALF_SHOWS,
     ),
     "LargeTargets": targets(large, lambda said, y: F.mse_loss(said.float(), y / 1e5)),
-    "DoubleTargets": targets(large, lambda said, y: F.mse_loss(said, (y / 1e5).double())),
     "Penalty": row(loss=penalised),
-    "Einsum": row(
-        parts={
-            **values(w=lambda: torch.randn(NUM_FEATURES, NUM_CLASSES) * 0.3),
-            "b": lambda: nn.ParameterList([Value(torch.zeros(NUM_CLASSES))]),
-        },
-        forward=lambda self, x: torch.einsum("bi,io->bo", x, self.w) + self.b[0],
-    ),
     "DoubleParameter": row(
         adds=values(shift=lambda: torch.zeros(NUM_CLASSES, dtype=torch.float64)),
         forward=lambda self, x: self.net(x) + self.shift,
@@ -130,8 +109,6 @@ class TiedWeights(Row):
 
 
 class MaskBuffer(Row):
-    """Attention with a causal mask of -1e9."""
-
     parts = {
         "mask": lambda: torch.full((3, 3), -1e9).triu(1),
         "qkv": lambda: nn.Linear(4, 24),
@@ -152,17 +129,6 @@ class AutocastDisabled(Row):
         x = self.net(x)
         with torch.autocast(self.device.type, enabled=False):
             return x.float() @ self.weight.float()
-
-
-class LayerWithoutAutocast(Row):
-    """A layer in such a region is given fp32, as users of mixed precision do."""
-
-    refused = HALF_SHOWS
-
-    def forward(self, x):
-        x = self.net[:2](x)
-        with torch.autocast(self.device.type, enabled=False):
-            return self.net[2](x.float())
 
 
 class InPlaceSums(Row):
@@ -190,16 +156,6 @@ class ParameterArithmetic(Row):
         return self.net[2](F.relu(F.linear(x, weight, self.net[0].bias)))
 
 
-class HalfLoss(Row):
-    """The loss itself comes out of autocast in half precision."""
-
-    falls_to = 0.8
-
-    def loss(self, batch):
-        x, y = batch
-        return (2 - torch.tanh(self(x)) * (2 * F.one_hot(y, NUM_CLASSES) - 1)).mean()
-
-
 class OwnFunction(Row):
     """An autograd function of one's own that computes, and gives gradients, in fp32."""
 
@@ -222,8 +178,6 @@ class OwnFunction(Row):
 
 
 class Maml(Row):
-    """A step of SGD inside of the loss, differentiated through."""
-
     def loss(self, batch):
         x, y = batch
         weights = dict(self.net.named_parameters())
@@ -234,8 +188,6 @@ class Maml(Row):
 
 
 class FollowsWeights(Row):
-    """Makes what it needs in the dtype of its weights, as libraries do."""
-
     def forward(self, x):
         dtype = next(self.parameters()).dtype
         x = x.to(dtype) + torch.zeros(NUM_FEATURES, dtype=dtype, device=self.device)

@@ -1,7 +1,5 @@
 """Optimizers: torch's, ours, and those that users write. A row of the first table is a line."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch
@@ -59,8 +57,6 @@ class ByParameter(optim.Optimizer):
 
 
 class Lion(ByParameter):
-    """A sign of momentum."""
-
     def move(self, p, state, group):
         momentum = state.setdefault("momentum", torch.zeros_like(p))
         p.sub_(torch.sign(momentum.lerp(p.grad, 1 - 0.9)), alpha=group["lr"])
@@ -90,22 +86,16 @@ class _Made(Row):
 
 MAKE = {
     "Sgd": lambda p: optim.SGD(p, lr=0.3),
-    "SgdMomentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
     "SgdNesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "SgdForeach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "SgdFused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
     "AdamAmsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=1e-2),
     "AdamForeach": lambda p: optim.Adam(p, lr=1e-2, foreach=True),
     "AdamFused": lambda p: optim.Adam(p, lr=1e-2, fused=True),
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
-    "Adamax": lambda p: optim.Adamax(p, lr=1e-2),
-    "NAdam": lambda p: optim.NAdam(p, lr=1e-2),
     "RAdam": lambda p: optim.RAdam(p, lr=0.2),
     "Adagrad": lambda p: optim.Adagrad(p, lr=5e-2),
-    "Adadelta": lambda p: optim.Adadelta(p, lr=10.0),
     "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
-    "Asgd": lambda p: optim.ASGD(p, lr=0.3),
     "RMSprop": lambda p: optim.RMSprop(p, lr=3e-3, momentum=0.9, centered=True),
     "Rprop": lambda p: optim.Rprop(p, lr=1e-2),
     "Lars": lambda p: LARS(p, lr=2.0, trust_coefficient=0.02),
@@ -113,7 +103,6 @@ MAKE = {
     "Lamb": lambda p: LAMB(p, lr=8e-2),
     "LambFused": lambda p: LAMB(p, lr=8e-2, fused=True),
     "LookaheadOutside": lambda p: Lookahead(optim.SGD(p, lr=0.1, momentum=0.9)),
-    "LookaheadAdam": lambda p: Lookahead(optim.AdamW(p, lr=2e-2)),
     "LionByHand": lambda p: Lion(p, lr=1e-2),
     "ThroughData": lambda p: DataSgd(p, lr=0.1),
 }

@@ -1,7 +1,5 @@
 """What a model writes beside its optimizer: counters, averages, teachers, buffers made on the way."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -11,7 +9,6 @@ from torchmetrics import MeanMetric, SumMetric
 
 from tests.battery.case import HALF, HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
-from tests.toy import NUM_FEATURES
 
 
 def zero():
@@ -46,9 +43,6 @@ class AssignedBuffers(Row):
 
     def after_fit(self):
         self.facts["buffers"] = [(t.dtype, t.tolist()) for t in (self.count, self.late, self.plain)]
-
-
-# ---- teachers ------------------------------------------------------------------------------------------------------
 
 
 def frozen_copy(self):
@@ -99,8 +93,6 @@ class _Teacher(Row):
 
 
 def teacher(follow_one, **more):
-    """Moved pair by pair: teacher, student, momentum."""
-
     def follow(self):
         for t, s in self.pairs():
             follow_one(t, s, self.momentum)
@@ -129,8 +121,6 @@ ROWS = {
 
 
 class AveragedInside(Row):
-    """torch's own averaged model as a part of the module."""
-
     refused = HALF_SHOWS
 
     def build(self):
@@ -139,38 +129,6 @@ class AveragedInside(Row):
 
     def on_before_zero_grad(self, optimizer):
         self.average.update_parameters(self.net)
-
-
-class Samples(Row):
-    """Calls itself in hooks, as one does to draw samples or to look at a fixed batch."""
-
-    def sample(self, *_):
-        with torch.no_grad():
-            said = self(torch.ones(2, NUM_FEATURES))
-        self.facts.setdefault("dtypes", []).append(said.dtype)
-        self.facts.setdefault("finite", []).append(bool(said.isfinite().all()))
-
-    on_train_batch_end = on_train_epoch_start = on_train_epoch_end = sample
-
-
-class LooksAtWeights(Row):
-    """Histograms, NumPy, and norms of weights: what monitoring reads."""
-
-    refused = {"bf16-true": HALF_SHOWS["bf16-true"]}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.facts["sizes"] = [torch.histc(p.detach().float(), 4).numel() for p in self.parameters()]
-        self.facts["numpy"] = [p.detach().numpy().shape for p in self.parameters()]
-        self.facts["finite"] = bool(torch.stack([p.detach().norm() for p in self.parameters()]).isfinite().all())
-
-
-class ProjectedWeights(Row):
-    """Rows of length one after each step, in `optimizer_step`."""
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        with torch.no_grad():
-            self.net[0].weight.copy_(F.normalize(self.net[0].weight.float(), dim=1))
 
 
 class SmallWrites(Row):

@@ -44,12 +44,3 @@ def destroy_after_the_default_group():
 
 def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
     two_ranks.run(destroy_after_the_default_group)
-
-
-def test_ranks_alone_in_a_stage_get_no_group():
-    """Nothing is built, so no process group needs to exist."""
-    topology = Topology(rank=0, nodes=((0,),))
-    groups = CommGroups(topology=topology, timeout=timedelta(seconds=1))
-    groups.add({"a": "node", "b": "world"})
-    assert (groups.by_stage["a"], groups.by_stage["b"]) == (None, None)
-    groups.destroy()

@@ -36,7 +36,6 @@ def groups_of(nodes, algorithm):
 
 
 def sums_on_rank(nodes, algorithm, make, cases):
-    """For each (numel, dtype): what this rank holds after its own data was summed in place."""
     results = []
     with groups_of(nodes, algorithm) as groups:
         for numel, dtype in cases:
@@ -51,7 +50,6 @@ def sums_on_rank(nodes, algorithm, make, cases):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("world_size", "algorithm", "nodes"), CASES)
 def test_every_sum_is_the_sum_bit_for_bit_on_every_rank(rank_pool, world_size, algorithm, nodes):
-    """Small integers add exactly in every dtype, so the order of summation may not matter."""
     cases = [(numel, dtype) for numel in NUMELS for dtype in DTYPES]
     per_rank = rank_pool.ranks(world_size).run(sums_on_rank, nodes, algorithm, integers, cases)
     for index, (numel, dtype) in enumerate(cases):
@@ -95,38 +93,20 @@ def test_the_error_against_float64_is_that_of_the_roundings_stated(four_ranks, a
             assert torch.equal(per_rank[0][index], addends.float().sum(0).to(dtype))
 
 
-def one_large_three_small(rank, numel, dtype):
-    """2048, 1, 1, 0: the spacing of fp16 at 2048 is 2, so 2048 + 1 rounds back to 2048."""
-    return torch.full((numel,), [2048.0, 1.0, 1.0, 0.0][rank], dtype=dtype)
-
-
-def test_two_level_adds_halves_in_fp32_inside_the_node(four_ranks):
-    """2050 wherever an element stands; a sum in fp16 gives 2048 at the positions where 2048 comes first."""
-    (two_level,), *_ = four_ranks.run(
-        sums_on_rank, ((0, 1, 2, 3),), "two_level", one_large_three_small, [(64, torch.half)]
-    )
-    assert torch.equal(two_level, torch.full((64,), 2050.0).half())
-    (flat,), *_ = four_ranks.run(sums_on_rank, ((0, 1, 2, 3),), "flat", one_large_three_small, [(64, torch.half)])
-    assert 2048.0 in flat  # the instrument can see the difference
-
-
-@pytest.mark.parametrize("algorithm", STAGES)
-@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.tensor(1.0)])
-def test_a_tensor_that_is_not_flat_is_refused(algorithm, flat):
-    engine = engine_over(((0,),), CommPlan(algorithm=algorithm))
+@pytest.mark.parametrize("flat", [torch.zeros(2, 2), torch.zeros(4)[::2]])
+def test_a_tensor_that_is_not_flat_is_refused(flat):
+    engine = engine_over(((0,),), CommPlan())
     with pytest.raises(ValueError, match=r"^`flat` .* must be one-dimensional and contiguous"):
         engine.submit(flat, bucket_index=0)
     engine.close()
 
 
 def test_stage_names_are_unique():
-    """A name is a queue and a process group: shared by two algorithms, its order could differ between ranks."""
     names = [stage.name for stages in STAGES.values() for stage in stages]
     assert len(set(names)) == len(names)
 
 
 def sum_in_halves_across(nodes, algorithm, numel):
-    """Single precision in the node, fp16 between nodes."""
     engine = engine_over(nodes, CommPlan(algorithm=algorithm), dtype_across_nodes=torch.float16)
     flat = engine.submit(reals(dist.get_rank(), numel, torch.float32), bucket_index=0, is_last=True).wait()
     engine.close()

@@ -34,7 +34,7 @@ def stalled_pipeline():
     with pytest.MonkeyPatch.context() as patch:
         cuda, aborted, errors = Cuda().installed(patch), threading.Event(), []
         patch.setattr(setup_watchdog, "abort_all", lambda limit_s: aborted.set())
-        watchdog = PipelineWatchdog(timeout=timedelta(seconds=3), device=CUDA)
+        watchdog = PipelineWatchdog(timeout=timedelta(seconds=1), device=CUDA)
         watchdog.engine = SimpleNamespace(abort=errors.append)
         if dist.get_rank() == 0:
             watchdog.note("stage 0, backward of micro-batch 2", is_waiting=True)
@@ -52,4 +52,4 @@ def test_a_pipelines_stage_that_hangs_on_a_gpu_is_named_within_the_limit_and_all
     assert second
     assert error == same
     assert "rank 1 does not come to the collective in which others wait; now stage 1, forward of micro-batch 2" in error
-    assert "rank 0 has waited 3 s, now stage 0, backward of micro-batch 2" in error
+    assert "rank 0 has waited 1 s, now stage 0, backward of micro-batch 2" in error

@@ -8,29 +8,11 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
-from lightning_hybrid.comm.health.diagnosis import RankStatus, diagnose, places_of
+from lightning_hybrid.comm.health.diagnosis import places_of
 from tests.comm.layouts import engine_over
 from tests.toy import error_of
 
 TWO_BY_TWO = ((0, 1), (2, 3))
-HERE = RankStatus(num_submitted=2, order="a", place="bucket 1", recent=("x", "y"))
-BEHIND = RankStatus(num_submitted=1, order="b", place="with no bucket in flight", recent=("x",))
-GONE = RankStatus(num_submitted=2, order="a", place="gone", recent=("x", "y"), has_left=True)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "words"),
-    [
-        ([HERE, None, HERE], "Rank 1 is on host b."),
-        ([None, None, HERE], "Rank 0 is on host a, rank 1 is on host b."),
-        ([HERE, HERE, GONE], "Rank 2 is on host b."),
-        ([HERE, HERE, BEHIND], "Rank 2 is on host b."),
-        ([HERE, HERE, HERE], "Rank 0 is on host a, ranks 1, 2 are on host b."),  # the network's fault, of no rank
-    ],
-)
-def test_a_diagnosis_ends_with_the_hosts_of_the_ranks_it_names(statuses, words):
-    assert diagnose("Rank 0 saw it", statuses, ["a", "b", "b"]).endswith(f"Rank 0 saw it. {words}")
-    assert diagnose("Rank 0 saw it", statuses).endswith("Rank 0 saw it.")
 
 
 def test_of_many_hosts_some_are_named():
@@ -54,8 +36,7 @@ def gives_up(odd_rank):
     return text, time.monotonic() - began_s
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(four_ranks, odd):
-    for text, waited_s in four_ranks.run(gives_up, odd):
-        assert f"comm: rank {odd} gave up: OutOfMemoryError: no room. Rank {odd} is on host host{odd}." in text
+def test_a_rank_that_gives_up_is_told_with_its_host_on_every_rank(four_ranks):
+    for text, waited_s in four_ranks.run(gives_up, 1):
+        assert "comm: rank 1 gave up: OutOfMemoryError: no room. Rank 1 is on host host1." in text
         assert waited_s < 15  # the time limit is 30 s

@@ -1,8 +1,6 @@
 """Ranks that are missed while a bucket is in flight on a device: by the watchdogs of several ranks in one process, and
 by whole ranks whose device hangs and whose host waits for it."""
 
-import os
-import signal
 import threading
 import time
 from functools import partial
@@ -16,7 +14,6 @@ from lightning_hybrid.comm.health import presence, watchdog
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
 from tests.comm.engine.test_cuda_streams import engine_of
-from tests.rank_pool import RankError
 from tests.stand_in.recording_cuda import Cuda
 
 WAITING = RankStatus(
@@ -27,8 +24,6 @@ STRAYED = RankStatus(num_submitted=2, order="c", place="bucket 1 in stage `all_r
 
 
 class Watched:
-    """A rank that waits, with this status; records its error."""
-
     def __init__(self, status, stalled_s, errors, rank):
         self.status, self.stalled_s, self._errors, self._rank = lambda: status, lambda: stalled_s, errors, rank
 
@@ -113,7 +108,7 @@ def test_after_the_time_limit_the_rank_behind_is_named_on_all(monkeypatch):
 
 def test_where_collectives_raise_by_themselves_no_rank_asks(soon):
     world = World({0: WAITING, 1: WAITING}, give_up_after_s=None)
-    time.sleep(1.5)
+    time.sleep(0.7)
     assert not world.has("question/0")
     assert world.outcome(num_errors=1, limit_s=0) == {}
 
@@ -159,20 +154,6 @@ def test_only_requests_left_unanswered_in_a_row_mean_that_the_store_is_gone(monk
     assert store.num_requests >= 2 * watchdog.PATIENCE
 
 
-def test_a_store_that_is_gone_is_asked_once_and_not_again_at_the_end(monkeypatch):
-    """Each request may take its limit, and a rank at its end has several. Rank 0 leaves once all have read an error."""
-    monkeypatch.setattr(watchdog, "store_port", lambda: None)
-    store = Unanswering(lambda num: True)
-    one, other = watchdog_of(store, {}), watchdog_of(dist.HashStore(), {})
-    for _ in range(2):
-        assert "does not answer: rank 0, or the launcher that keeps it" in one.collect_status("rank 1 failed")
-    one.leave()
-    assert store.num_requests == 1
-    known = other.raise_alarm("comm: rank 1 gave up")
-    other._store = store
-    assert other.collect_status("rank 1 failed") == known
-
-
 def test_a_comparison_has_a_limit_of_its_own_and_waits_for_a_busy_store_longer_than_a_question(monkeypatch):
     one = watchdog_of(Unanswering(bool), {})
     assert one.compare("bucket", "contents") == "contents"
@@ -196,17 +177,14 @@ def test_with_many_ranks_those_of_low_rank_ask_and_less_and_less_often():
     assert [after_s(0, num_asked) for num_asked in (1, 2, 3)] == [6.0, 12.0, 24.0]
 
 
-# ---- whole ranks -----------------------------------------------------------------------------------------------------
-
-
-def host_in_a_sync(how):
+def host_in_a_sync():
     """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
     with pytest.MonkeyPatch.context() as patch:
         cuda, freed = Cuda().installed(patch), threading.Event()
         patch.setattr(cuda_carrier, "abort_all", lambda limit_s: freed.set() or [])
         patch.setattr(presence, "ASK_AFTER_S", 0.2)
         patch.setattr(presence, "PATIENCE_S", 3.0)
-        engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=4.0 if how == "hangs" else 60.0)
+        engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=60.0)
         engine.submit(torch.ones(8), bucket_index=0, is_last=True)
         dist.barrier()
         text, began_s = "", time.monotonic()
@@ -217,41 +195,17 @@ def host_in_a_sync(how):
                 cuda.hang()
                 engine.submit(torch.ones(8), bucket_index=0, is_last=True)
                 assert freed.wait(40), "the host still waits for its device"
-            elif how == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif how == "fails":
-                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
             else:
-                assert freed.wait(40)
+                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
             engine.submit(torch.ones(8), bucket_index=0)
         except RuntimeError as error:
             text = str(error)
         waited_s = time.monotonic() - began_s
         engine.close()
-        if how == "dies":
-            raise AssertionError(f"error: {text}")  # this way the pool prints it next to the dead rank's
         return text, waited_s
 
 
-FAILED = "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError"
-BEHIND_TWO = "comm: rank 2 stands behind: 1 buckets handed over where others have 2; now with no bucket in fl"
-
-
-@pytest.mark.parametrize(
-    ("how", "words", "least_s", "most_s"),  # the time limit is 60 s; of one that hangs 4 s
-    [("fails", FAILED, 0, 20), pytest.param("hangs", BEHIND_TWO, 3, 60, marks=pytest.mark.long)],
-)
-def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(
-    three_ranks, how, words, least_s, most_s
-):
-    for text, waited_s in three_ranks.run(host_in_a_sync, how):
-        assert least_s < waited_s < most_s
-        assert words in text
-
-
-@pytest.mark.long
-def test_hosts_that_wait_for_their_device_are_freed_with_the_name_of_a_rank_that_died(three_ranks):
-    with pytest.raises(RankError) as raised:
-        three_ranks.run(host_in_a_sync, "dies", grace_s=30.0)
-    text = "error: comm: rank 2 does not answer: its process is dead, stopped or unreachable. rank "
-    assert str(raised.value).count(text) == 2, str(raised.value)
+def test_hosts_that_wait_for_their_device_are_freed_with_the_error_of_the_cause(three_ranks):
+    for text, waited_s in three_ranks.run(host_in_a_sync):
+        assert waited_s < 20  # the time limit is 60 s
+        assert "comm: rank 2 failed on bucket 0 in stage `finish` of the flat all-reduce: RuntimeError" in text

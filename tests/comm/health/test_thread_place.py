@@ -16,9 +16,7 @@ from tests.comm.layouts import engine_over
 
 WAITS = {
     "broadcast": lambda model: dist.broadcast(torch.ones(1), src=0),
-    "all_gather_object": lambda model: dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank()),
     "backward": lambda model: model(torch.ones(2, 4) + dist.get_rank()).sum().backward(),
-    "buffers of DDP": lambda model: model(torch.ones(2, 4) + dist.get_rank()),
 }
 
 

@@ -33,30 +33,6 @@ def test_no_algorithm_claims_less_than_the_least_and_two_send_no_more(algorithm,
     assert found.inside == most if algorithm in ("hierarchical", "two_level") else found.inside <= most
 
 
-@given(st.sampled_from(ALGORITHMS), st.integers(1, 12))
-def test_one_node_sends_nothing_out_and_lone_ranks_nothing_in(algorithm, num_ranks):
-    together = Topology(rank=0, nodes=(tuple(range(num_ranks)),))
-    assert traffic_of(algorithm, together, 100).across == 0
-    alone = Topology(rank=0, nodes=tuple((rank,) for rank in range(num_ranks)))
-    assert traffic_of(algorithm, alone, 100).inside == 0
-
-
-@given(st.integers(2, 6), st.integers(2, 6))
-def test_a_flat_ring_leaves_a_node_once_or_with_every_rank(num_nodes, ranks_per_node):
-    num_ranks = num_nodes * ranks_per_node
-    blocks = Topology.from_ranks_per_node(rank=0, world_size=num_ranks, ranks_per_node=ranks_per_node)
-    cyclic = Topology.from_identities(rank=0, identities=[rank % num_nodes for rank in range(num_ranks)])
-    edge = 2 * (num_ranks - 1) / num_ranks * 1000
-    assert traffic_of("flat", blocks, 1000).across == pytest.approx(edge)
-    assert traffic_of("flat", cyclic, 1000).across == pytest.approx(ranks_per_node * edge)
-    assert traffic_of("flat", blocks, 1000).inside == pytest.approx((ranks_per_node - 1) * edge)
-
-
-def test_on_one_node_sums_keep_their_dtype():
-    node = Topology(rank=0, nodes=((0, 1),))
-    assert traffic_of("flat", node, 100, num_bytes_across=50) == traffic_of("flat", node, 100)
-
-
 def test_shards_need_nodes_of_equal_size():
     with pytest.raises(ValueError, match=r"`algorithm` \(='two_level'\) needs nodes of equal size, and these hold \[2"):
         traffic_of("two_level", Topology(rank=0, nodes=((0, 1), (2,))), 100)

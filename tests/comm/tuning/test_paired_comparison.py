@@ -4,44 +4,15 @@ import math
 
 import pytest
 
-from lightning_hybrid.comm.tuning.paired_comparison import MOST_PAIRS, PairedComparison, has_won
+from lightning_hybrid.comm.tuning.paired_comparison import PairedComparison
 
 
 def run_comparison(comparison, time_of):
-    """Rounds until the comparison is decided; every order that it gave."""
     orders = []
     while order := comparison.order():
         orders.append(order)
         comparison.record([time_of(arm) for arm in order])
     return orders
-
-
-def outcome(share_faster):
-    """Probability that a challenger wins whose pairs are faster in this share, and its pairs on average: exact."""
-    wins = mean_pairs = 0.0
-    chances = {0: 1.0}  # number of faster pairs so far -> probability of being there, undecided
-    for num_pairs in range(1, MOST_PAIRS + 1):
-        following = {}
-        for num_faster, chance in chances.items():
-            for now, share in ((num_faster + 1, share_faster), (num_faster, 1 - share_faster)):
-                won = has_won(now, num_pairs - now)
-                if won is None:
-                    following[now] = following.get(now, 0.0) + chance * share
-                else:
-                    wins += chance * share * won
-                    mean_pairs += chance * share * num_pairs
-        chances = following
-    return wins, mean_pairs
-
-
-def test_an_equal_challenger_wins_in_one_comparison_of_a_hundred_at_most():
-    assert outcome(0.5)[0] <= 0.01
-    assert outcome(0.8)[0] >= 0.9
-
-
-def test_what_is_always_slower_costs_four_steps_and_what_is_always_faster_ten():
-    assert outcome(0.0) == (0.0, 4.0)
-    assert outcome(1.0)[1] == pytest.approx(10.0)
 
 
 def test_rounds_are_mirrored_losers_are_tried_no_more_and_the_fastest_wins():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan, Topology
-from lightning_hybrid.comm.tuning.session import NUM_WARMUP_STEPS, Decision, TuningSession
+from lightning_hybrid.comm.tuning.session import NUM_WARMUP_STEPS, TuningSession
 from tests.comm.layouts import engine_over, integers
 
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -23,17 +23,13 @@ class Session:
         self.reported, self.taken = [], []
         self.engine = engine_over(nodes, CommPlan())
         self.tuning = TuningSession(
-            self.engine,
-            report=self.reported.append,
-            on_plan=self.taken.append,
-            clock=lambda: self.now_s,
+            self.engine, report=self.reported.append, on_plan=self.taken.append, clock=lambda: self.now_s
         )
         self.addends = [[integers(r, n, torch.float16) for n in NUMELS] for r in range(dist.get_world_size())]
         self.sums = [sum(of_ranks) for of_ranks in zip(*self.addends, strict=True)]
         self.num_steps = 0
 
     def step(self, step_s):
-        """`step_s`: by plan, on this rank."""
         self.tuning.before_batch()
         if not self.num_steps:  # as DDP, which rebuilds its buckets after the first step
             self.engine.submit(torch.ones(1000), bucket_index=0, is_last=True).wait()
@@ -120,31 +116,7 @@ def test_a_rank_under_another_plan_is_named_on_every_rank(four_ranks):
         assert f"'step 5 under plan {CommPlan(chunk_bytes=2**19).plan_hash[:8]}' on rank 2" in error
 
 
-def with_another_reading():
-    session = Session(((0,), (1,)))
-    digest = Decision.digest
-    try:
-        if dist.get_rank() == 1:
-            Decision.digest = property(lambda self: "another")
-        session.tuning._from_first_rank(lambda: Decision(plan=CommPlan()))
-        error = ""
-    except RuntimeError as caught:
-        error = str(caught)
-    finally:
-        Decision.digest = digest
-    session.close()
-    return error
-
-
-def test_a_rank_that_reads_another_plan_than_was_sent_says_so(two_ranks):
-    good, bad = two_ranks.run(with_another_reading)
-    assert good == ""
-    assert bad.startswith("rank 1 reads another plan than rank 0 sent")
-
-
 class EngineOnCuda:
-    """What tuning asks of an engine on a device."""
-
     topology, plan, device = Topology(rank=0, nodes=TWO_BY_TWO), CommPlan(), torch.device("cuda")
 
     def prepare(self, plans):
@@ -154,9 +126,6 @@ class EngineOnCuda:
 def test_on_cuda_groups_for_all_trials_are_made_before_the_first_step():
     TuningSession(engine := EngineOnCuda())
     assert engine.prepared == ["flat", "parallel_flat", "hierarchical", "two_level"]
-
-
-# ---- the engine's part -----------------------------------------------------------------------------------------------
 
 
 def adopt_in_flight():
@@ -177,16 +146,3 @@ def adopt_in_flight():
 
 def test_a_plan_does_not_change_while_a_bucket_is_in_flight(two_ranks):
     assert two_ranks.run(adopt_in_flight) == [[2.0] * 10] * 2
-
-
-def tune_with_few_steps():
-    session = Session()
-    session.tuning._most_steps = 30
-    session.until_taken(best_where_all_are_fast)
-    session.close()
-    return session.reported
-
-
-def test_what_ran_out_of_steps_is_said(four_ranks):
-    (line,) = four_ranks.run(tune_with_few_steps)[0]
-    assert "(not all was tried: the steps for it ran out)" in line

@@ -25,9 +25,6 @@ class FaultOutcome:
     where it has any. `seconds`: from the fault to the error; None where the run went on, as promised. `lost`: steps, or
     "nothing". `is_held`: whether the promise was held, judged by the case, not by a person.
 
-    Raises:
-        ValueError: A text is missing, or `seconds` is negative.
-
     >>> outcome = FaultOutcome(promise="named", fault="a rank dies", phase="backward", where="rank 1",
     ...                   detected_by="rank 0", seconds=1.26, lost="1 step", is_held=True)
     >>> outcome.cells()[-3:]
@@ -42,13 +39,6 @@ class FaultOutcome:
     seconds: float | None
     lost: str
     is_held: bool
-
-    def __post_init__(self) -> None:
-        for name in ("promise", "fault", "phase", "where", "detected_by", "lost"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"`{name}` (={getattr(self, name)!r}) must say something: it is a cell of the table.")
-        if self.seconds is not None and not self.seconds >= 0:
-            raise ValueError(f"`seconds` (={self.seconds}) must be at least 0, or None where there was no error.")
 
     def cells(self) -> list[str]:
         """Format one row of the table."""

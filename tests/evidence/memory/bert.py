@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_hybrid.optim import LAMB
-from lightning_hybrid.planning.memory import StateBytes
 from recipes.networks.bert import Bert
 from recipes.planning.activations import meta_step, step_bytes
+from recipes.planning.estimates.memory import StateBytes
 from recipes.planning.layers import WithoutValues
 
 

@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,49 +32,44 @@ SIZES = ("below 1 MiB", "1 to 64 MiB", "above 64 MiB")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """One measured all-reduce; columns as in the file."""
+    """One measured all-reduce: columns of the file, and the class of its bytes.
+
+    `is_unread`: its source is in the half that nothing was looked up in or fitted to.
+    """
 
     values: dict[str, str]
-
-    @property
-    def source(self) -> str:
-        """Where it was published."""
-        return self.values["source"]
-
-    @property
-    def fabric(self) -> str:
-        """The network."""
-        return self.values["fabric"]
-
-    @property
-    def num_bytes(self) -> float:
-        """What was summed."""
-        return float(self.values["bytes"])
-
-    @property
-    def size(self) -> str:
-        """The class of its size."""
-        return SIZES[(self.num_bytes >= MIB) + (self.num_bytes > 64 * MIB)]
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether its source is in the half that nothing was looked up in or fitted to."""
-        return hashlib.sha256(self.source.encode()).digest()[0] % 2 == 1
+    source: str
+    fabric: str
+    num_bytes: float
+    time_s: float
+    size: str
+    is_unread: bool
 
 
+@cache
 def rows() -> list[MeasuredRow]:
     """Read the file."""
     with ROWS.open() as file:
-        return [MeasuredRow(values=row) for row in csv.DictReader(file)]
+        return [
+            MeasuredRow(
+                values=row,
+                source=row["source"],
+                fabric=row["fabric"],
+                num_bytes=float(row["bytes"]),
+                time_s=float(row["time_us"]) / 1e6,
+                size=SIZES[(float(row["bytes"]) >= MIB) + (float(row["bytes"]) > 64 * MIB)],
+                is_unread=hashlib.sha256(row["source"].encode()).digest()[0] % 2 == 1,
+            )
+            for row in csv.DictReader(file)
+        ]
 
 
 def table(
     found: Iterable[MeasuredRow],
-    models: dict[str, Callable[[MeasuredRow], float]],
     key: Callable[[MeasuredRow], tuple[str, str]] = lambda row: (row.fabric, row.size),
 ) -> str:
-    """Format median and worst errors of each model (seconds of a row), by class: fabric and size."""
-    groups = defaultdict[tuple[str, str], list[MeasuredRow]](list)
+    """Format median and worst errors of the model before and now, by class: fabric and size."""
+    models, groups = {"before": before_s, "now": now_s}, defaultdict[tuple[str, str], list[MeasuredRow]](list)
     for row in found:
         groups[key(row)].append(row)
     titles = [f"{name}, {what}" for name in models for what in ("median", "worst")]
@@ -84,7 +80,7 @@ def table(
     for (fabric, size), members in sorted(groups.items(), key=lambda item: (item[0][0], SIZES.index(item[0][1]))):
         cells = [fabric, size, str(len({row.source for row in members})), str(len(members))]
         for model in models.values():
-            errors = [abs(math.log(float(row.values["time_us"]) / 1e6 / model(row))) for row in members]
+            errors = [abs(math.log(row.time_s / model(row))) for row in members]
             cells += [f"{math.exp(statistics.median(errors)) - 1:.0%}", f"{math.exp(max(errors)):.2f}x"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -95,8 +91,8 @@ INSIDE_BYTES_PER_S = {"nvlink": {"A100": 240e9, "H100": 370.8e9}, "pci": {"A100"
 ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
 
 
-def now_s(row: MeasuredRow) -> float:
-    """Predict a row; what was forced, or is known to have run, is given."""
+def cluster_of(row: MeasuredRow) -> Cluster:
+    """Describe where a row was measured; what was forced, or is known to have run, is given."""
     values = row.values
     forced, _, protocol = values["algo"].lower().replace("?", "").partition("/")
     more: dict[str, Any] = {"protocols": (protocol,)} if protocol else {}
@@ -110,7 +106,7 @@ def now_s(row: MeasuredRow) -> float:
         algorithms=(ALGORITHMS[forced],) if forced else None,  # type: ignore[arg-type]
         **more,
     )
-    cluster = Cluster(
+    return Cluster(
         num_nodes=int(values["nodes"]),
         ranks_per_node=int(values["gpus_per_node"]),
         inside=Link(latency_s=0.0, bytes_per_s=INSIDE_BYTES_PER_S[values["inside"]][values["gpu"]]),
@@ -118,7 +114,11 @@ def now_s(row: MeasuredRow) -> float:
         nics_per_node=int(values["nics"]),
         transport=nccl,
     )
-    return cluster.alone_s("nccl", row.num_bytes)
+
+
+def now_s(row: MeasuredRow) -> float:
+    """Predict a row."""
+    return cluster_of(row).alone_s("nccl", row.num_bytes)
 
 
 def before_s(row: MeasuredRow) -> float:
@@ -128,7 +128,7 @@ def before_s(row: MeasuredRow) -> float:
 
 def log_error(row: MeasuredRow) -> float:
     """Return the logarithm of measured over predicted time."""
-    return math.log(float(row.values["time_us"]) / 1e6 / now_s(row))
+    return math.log(row.time_s / now_s(row))
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
@@ -146,35 +146,57 @@ def interval(errors: dict[str, list[float]]) -> tuple[float, float]:
     return low - more, high + more
 
 
-def intervals(found: Iterable[MeasuredRow]) -> str:
-    """Format the interval of each class, and how many rows of a source those of the other sources hold."""
-    groups = defaultdict[tuple[str, str], dict[str, list[float]]](lambda: defaultdict(list))
+Errors = dict[tuple[str, str], dict[str, list[float]]]
+
+
+def errors_of(found: Iterable[MeasuredRow]) -> Errors:
+    """Return the errors of each class by source."""
+    groups: Errors = defaultdict(lambda: defaultdict(list))
     for row in found:
         groups[class_of(row)][row.source].append(log_error(row))
+    return groups
+
+
+def coverage(known: Errors, told: Errors | None = None) -> float:
+    """Return the share of rows within the intervals of what is known, each source of equal weight.
+
+    `told`: rows to look at; None: those of each source, by the intervals of the other sources of its class.
+    """
     held = defaultdict[str, list[bool]](list)
-    lines = ["| class | bytes | sources | 80 % of measured over predicted | of a source left out |", "|---" * 5 + "|"]
-    for (fabric, size), by_source in sorted(groups.items()):
+    for kind, by_source in (told or known).items():
+        for source, errors in by_source.items():
+            others = {name: each for name, each in known.get(kind, {}).items() if told or name != source}
+            if others:
+                low, high = interval(others)
+                held[source] += [low <= error <= high for error in errors]
+    return statistics.fmean(statistics.fmean(inside) for inside in held.values())
+
+
+def intervals(known: Errors) -> str:
+    """Format the interval of each class."""
+    lines = ["| class | bytes | sources | 80 % of measured over predicted |", "|---" * 4 + "|"]
+    for (fabric, size), by_source in sorted(known.items()):
         low, high = interval(by_source)
-        shares = []
-        for source, errors in by_source.items() if len(by_source) > 1 else ():
-            least, most = interval({name: each for name, each in by_source.items() if name != source})
-            inside = [least <= error <= most for error in errors]
-            held[source] += inside
-            shares.append(statistics.fmean(inside))
-        left_out = f"{statistics.fmean(shares):.0%}" if shares else "one source"
-        cells = [fabric, size, str(len(by_source)), f"{math.exp(low):.2f} to {math.exp(high):.2f}", left_out]
-        lines.append("| " + " | ".join(cells) + " |")
-    mean = statistics.fmean(statistics.fmean(inside) for inside in held.values())
-    return "\n".join([*lines, "", f"of a source left out, each of {len(held)} of equal weight: {mean:.0%}"])
+        lines.append(f"| {fabric} | {size} | {len(by_source)} | {math.exp(low):.2f} to {math.exp(high):.2f} |")
+    return "\n".join(lines)
+
+
+def coverages() -> dict[str, float]:
+    """Return how much the intervals hold: of the half that they were widened by, of the other, and of all."""
+    read, unread = (errors_of(row for row in rows() if row.is_unread == half) for half in (False, True))
+    return {
+        "read half, of a source left out": coverage(read),
+        "unread half, by the intervals of the read": coverage(read, unread),
+        "all, of a source left out": coverage(errors_of(rows())),
+    }
 
 
 if __name__ == "__main__":
     for is_unread in (False, True):
         print("unread half" if is_unread else "read half")
-        print(
-            table((row for row in rows() if row.is_unread == is_unread), {"before": before_s, "now": now_s}), end="\n\n"
-        )
+        print(table(row for row in rows() if row.is_unread == is_unread), end="\n\n")
     in_nodes_of_8 = [row for row in rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
     print("unread half, InfiniBand, RoCE and EFA on nodes of 8 GPUs")
-    print(table(in_nodes_of_8, {"before": before_s, "now": now_s}, class_of), end="\n\n")
-    print(intervals(rows()))
+    print(table(in_nodes_of_8, class_of), end="\n\n")
+    print(intervals(errors_of(rows())), end="\n\n")
+    print("\n".join(f"{name}: {share:.0%}" for name, share in coverages().items()))

@@ -16,6 +16,7 @@ from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.plan_search import FLAT_ON_CUDA, Candidate, candidates
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
+from recipes.cli.markdown import markdown_table
 from tests.evidence.planner.known_clusters import cluster_of, network
 
 CLUSTERS = ("hgx_h200", "dgx_h100", "dgx_a100", "cloud_100gbe", "p40_roce")
@@ -79,21 +80,15 @@ def defaults_rows() -> Iterator[DefaultsRow]:
 def markdown(found: Sequence[DefaultsRow]) -> str:
     """Format a table."""
     titles = ("cluster", "nodes", "DDP, ms", "`auto`, ms", "`auto` / DDP", "best plan", "ms", "saves", "over best flat")
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    rows = []
     for one in found:
-        plan = f"{one.best.plan.algorithm}, {one.best.num_buckets} buckets"
-        cells = [
-            one.cluster,
-            str(one.num_nodes),
-            _ms(one.ddp_s),
-            _ms(one.auto_s),
-            f"{one.auto_s / one.ddp_s:.2f}",
-            plan,
-        ]
-        cells += [_ms(one.best.step_s), f"{1 - one.best.step_s / one.auto_s:.0%}"]
-        cells.append("" if one.best.step_s == one.flat_s else f"{1 - one.best.step_s / one.flat_s:.0%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        plan, best_s = f"{one.best.plan.algorithm}, {one.best.num_buckets} buckets", one.best.step_s
+        times = [_ms(one.ddp_s), _ms(one.auto_s), f"{one.auto_s / one.ddp_s:.2f}"]
+        over_flat = "" if best_s == one.flat_s else f"{1 - best_s / one.flat_s:.0%}"
+        rows.append(
+            [one.cluster, str(one.num_nodes), *times, plan, _ms(best_s), f"{1 - best_s / one.auto_s:.0%}", over_flat]
+        )
+    return markdown_table(titles, rows)
 
 
 def _ms(seconds: float) -> str:

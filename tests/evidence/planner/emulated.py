@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
+from lightning_hybrid.planning.cluster import Cluster, bounds
+from lightning_hybrid.planning.cost import Link, NodeGroup
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
@@ -23,7 +22,7 @@ from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from tests.checkout import ROOT
 
-RECORD = ROOT / "recipes/records/simulate/2026-11-23_check_emulated"
+RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
 WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
 BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
@@ -40,7 +39,7 @@ class Setting:
 
     num_hosts: int
     ranks_per_host: int
-    bytes_per_s: float
+    bytes_per_s: tuple[float, ...]  # of the hosts' links; one: of all
     delay_s: float
     is_interleaved: bool
 
@@ -56,7 +55,7 @@ class Setting:
         return cls(
             num_hosts=int(words[0]),
             ranks_per_host=int(words[3]),
-            bytes_per_s=float(rate.split()[0]) * 1e6 / 8,
+            bytes_per_s=tuple(float(each) * 1e6 / 8 for each in rate.split()[0].split(",")),
             delay_s=float(delay.split()[0]) / 1e6,
             is_interleaved="interleaved" in layout,
         )
@@ -74,7 +73,8 @@ def cluster_of(machine: Mapping[str, float], setting: Setting) -> Cluster:
         num_nodes=setting.num_hosts,
         ranks_per_node=setting.ranks_per_host,
         inside=Link(latency_s=0.0, bytes_per_s=machine["bytes_per_s"]),  # of a loopback: within stage_s
-        across=Link(latency_s=setting.delay_s, bytes_per_s=setting.bytes_per_s),
+        across=Link(latency_s=setting.delay_s, bytes_per_s=max(setting.bytes_per_s)),
+        groups=tuple(NodeGroup(across=Link(latency_s=setting.delay_s, bytes_per_s=r)) for r in setting.bytes_per_s),
         transport=gloo,
         is_interleaved=setting.is_interleaved,
     )
@@ -100,7 +100,16 @@ class Checked:
     @cached_property
     def predicted_s(self) -> float:
         """Predict the seconds by the simulator."""
-        cluster = cluster_of(self.machine, self.setting)
+        return self.seconds(cluster_of(self.machine, self.setting))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the interval holds what was measured."""
+        ends = bounds(cluster_of(self.machine, self.setting))
+        return ends is not None and self.seconds(ends[0]) <= self.row["median_s"] <= self.seconds(ends[1])
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Predict the seconds on a cluster."""
         is_network = "step_resnet50" in self.record or "step_alexnet" in self.record
         plan = CommPlan(num_buckets=1) if is_network else CommPlan()
         run = partial(simulate, cluster=cluster, on_cuda=False)
@@ -157,11 +166,11 @@ def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
     return [cut for cut in cuts if cut < len(sizes_bytes)]
 
 
-def checked_of(folder: Path, machine: Mapping[str, float]) -> list[Checked]:
+def checked_of(name: str, lines: Sequence[str], machine: Mapping[str, float]) -> list[Checked]:
     """Return every row of a record."""
-    head, *rows = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+    head, *rows = map(json.loads, lines)
     setting = Setting.from_title(head["title"])
-    return [Checked(record=folder.name, setting=setting, row=row, machine=machine) for row in rows]
+    return [Checked(record=name, setting=setting, row=row, machine=machine) for row in rows]
 
 
 def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
@@ -190,15 +199,26 @@ def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
     return [(a, b) for a, b in pairs if a.row["median_s"] * (1 + MARGIN) < b.row["median_s"]]
 
 
-def checked_again() -> tuple[dict[str, Any], list[Checked]]:
-    """Return what the record of the check says, and what is predicted today."""
-    content = json.loads((RECORD / "rows.jsonl").read_text())
-    records = [RECORD.parents[2] / path for path in content["records"]]
-    return content, [one for record in records for one in checked_of(record, content["machine"])]
+def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
+    """Return what the record of the check says, and what is predicted today: on equal links, and on unequal ones."""
+    first, *others = (RECORD / "rows.jsonl").read_text().splitlines()
+    content, unequal = json.loads(first), list[list[str]]()
+    for line in others:
+        if "title" in json.loads(line):
+            unequal.append([])
+        unequal[-1].append(line)
+    ask = {"machine": content["machine"]}
+    folders = [RECORD.parents[2] / path for path in content["records"]]
+    equal = [one for at in folders for one in checked_of(at.name, (at / "rows.jsonl").read_text().splitlines(), **ask)]
+    return content, equal, [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)]
 
 
 if __name__ == "__main__":
-    _, found = checked_again()
-    for one in found:
-        print(one.record, one.row["section"], one.row["case"], one.row["arm"], f"{one.ratio:.2f}")
-    print(json.dumps(error_summary(found), indent=1))
+    _, *both = checked_again()
+    for found in both:
+        for one in found:
+            arm = f"{one.row['section']} {one.row['case']} {one.row['arm']}"
+            print(one.record, one.setting, arm, f"{one.ratio:.2f}", "held" if one.is_held else "not held")
+        print(json.dumps(error_summary(found), indent=1))
+        steps = [one for one in found if one.row["section"] == "step"]
+        print(f"80 % intervals of steps hold {statistics.fmean(one.is_held for one in steps):.0%} of {len(steps)}")

@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 
 from lightning_hybrid.pipeline.cuts import balanced_cuts
-from lightning_hybrid.planning.memory import StateBytes
-from lightning_hybrid.planning.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
 from recipes.networks.resnet import ResNet
 from recipes.planning.blocks import blocks_of
+from recipes.planning.estimates.memory import StateBytes
+from recipes.planning.estimates.pipeline_cost import StageLoad, pipeline_step_s, schedule_tasks, simulate_pipeline
 from recipes.planning.layers import FORWARD_SHARE
 from tests.evidence.planner.known_clusters import IMAGE, PublishedRow, cluster_of, rows_of
 from tests.evidence.planner.published import show

@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> None:
         config_check.check(cfg, KEYS)
     config, folder = config_and_folder(cfg)
     found = trials.resume_outcomes(folder / "runs", num_trials=cfg.num_trials, seed=cfg.seed, own=cfg.own)
-    fault_table.record(found, folder, config=config, title=cfg.about or "Killed runs, damaged checkpoints")
+    fault_table.record(found, folder, config=config, title=cfg.about or "Killed runs")
     shutil.rmtree(folder / "runs")
 
 

@@ -21,12 +21,10 @@ from lightning_hybrid import DurableCheckpointIO
 from lightning_hybrid.callbacks.metrics import metric_of
 from recipes.training import build  # noqa: F401  all that a rank imports is there before it is forked
 from recipes.training.csv_logger import read_rows
+from tests.scenes import same
 
 ROOT = Path(__file__).resolve().parents[3]
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision", "global_step", "epoch")
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +96,6 @@ def _be_rank(rank: int, num_ranks: int, port: int, overrides: list[str], run_dir
         os._exit(code)
 
 
-# ---- comparison ------------------------------------------------------------------------------------------------------
-
-
-def differs(a: Any, b: Any, where: str = "") -> str | None:
-    """Return the first place at which two nested values differ in a bit; None if there is none."""
-    if isinstance(a, torch.Tensor):
-        return None if isinstance(b, torch.Tensor) and a.dtype is b.dtype and torch.equal(a, b) else where
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return f"{where}: keys"
-        return next((found for key in a if (found := differs(a[key], b[key], f"{where}/{key}"))), None)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        if len(a) != len(b):
-            return f"{where}: length"
-        pairs = enumerate(zip(a, b, strict=True))
-        return next((found for i, (x, y) in pairs if (found := differs(x, y, f"{where}/{i}"))), None)
-    return None if type(a) is type(b) and a == b else where
-
-
 def state_of(run_dir: Path, name: str = "last") -> dict[str, Any]:
     """Return the final state of a run, as far as it is promised."""
     checkpoint = DurableCheckpointIO().load_checkpoint(run_dir / "checkpoints" / f"{name}.ckpt")
@@ -143,6 +122,7 @@ def _is_repeatable(name: str) -> bool:
 def difference(run_dir: Path, undisturbed: Path) -> str | None:
     """Return what of two runs is not the same; None: nothing."""
     for name in ("last", "best"):
-        if found := differs(state_of(run_dir, name), state_of(undisturbed, name), name):
-            return found
-    return differs(rows_of(run_dir), rows_of(undisturbed), "metrics.csv")
+        found, expected = state_of(run_dir, name), state_of(undisturbed, name)
+        if parts := [part for part in expected if not same(found[part], expected[part])]:
+            return f"{name}: {', '.join(parts)}"
+    return None if rows_of(run_dir) == rows_of(undisturbed) else "metrics.csv"

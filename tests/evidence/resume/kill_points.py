@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from lightning_hybrid.checkpoint import host_copy
 OF_A_STEP = ("loading", "forward", "backward", "communication", "optimizer", "after the step", "validation")
 OF_A_CHECKPOINT = ("checkpoint: copy", "checkpoint: write", "checkpoint: fsync", "checkpoint: rename")
 OF_A_CHECKPOINT_RENAMED = "checkpoint: renamed"
-LIMIT_BYTES = 65536
 PHASES = (*OF_A_STEP, *OF_A_CHECKPOINT, OF_A_CHECKPOINT_RENAMED, "test")
 
 
@@ -31,7 +29,7 @@ class DieAt(Callback):
         phase: One of `PHASES`.
         rank: Rank that dies; None: all of them at once, as when the power fails.
         step: Step, counted from 1. For a checkpoint: the first that is written in this step or later.
-        number: Number of the signal. 0: none, but from then on no file may grow beyond `LIMIT_BYTES`.
+        number: Number of the signal.
     """
 
     def __init__(self, mark: str, phase: str, rank: int | None, step: int, number: int) -> None:
@@ -44,9 +42,7 @@ class DieAt(Callback):
         if self.mark.exists():
             return
         self.mark.write_text(str(time.monotonic()))
-        if self.number == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
-        elif self.rank is None:
+        if self.rank is None:
             os.killpg(0, self.number)
         else:
             os.kill(os.getpid(), self.number)

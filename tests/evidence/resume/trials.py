@@ -1,24 +1,20 @@
 """Trials that kill a run anywhere, start it again with the same command, and compare the results.
 
 Each trial is a run of the digits recipe on two ranks, in a directory of its own, with `resume=auto`; it is killed at a
-random point (phase, rank, step, signal), or its checkpoints are damaged, and then it is run again. The promise is held
+random point (phase, rank, step, signal), and then it is run again. The promise is held
 if the second run ends as an undisturbed one: weights, averages, optimizer state, schedule, loss scale, place in
 the data and every row of metrics that does not come from a clock, to the bit.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from lightning_hybrid import DurableCheckpointIO
 from recipes.training.resume import newest_whole
@@ -33,9 +29,6 @@ BASE = (
     "trainer.enable_progress_bar=false trainer.enable_model_summary=false "
     f"callbacks.last.every_n_train_steps={SAVED_EVERY} callbacks.ema.decay=0.9 strategy.loss_scale=dynamic resume=auto"
 ).split()
-
-
-# ---- killed runs -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,104 +102,16 @@ def killed(point: KillPoint, undisturbed: Path, run_dir: Path, base: list[str]) 
 
 
 def noticed_by(ended: RanksExit) -> str:
-    """Return who noticed, in a few of the survivors' own words."""
+    """Return who noticed, in the survivors' own words."""
     if 143 in ended.codes:
         return "the run: exit code 143"
-    for words in (
-        r"rank \d+ does not answer",
-        r"store [^.:]*does not answer",
-        r"comm: rank \d+ [^.:]*",
-        r"\w+Error: .{60}",
-    ):
-        if found := re.search(words, ended.output):
-            return found.group()
-    return "nobody is left" if all(code < 0 for code in ended.codes) else last_line(ended.output)[:80] or "-"
+    found = re.search(r"rank \d+ does not answer|comm: rank \d+ [^.:]*|\w+Error: .{60}", ended.output)
+    return found.group() if found else "nobody is left" if all(code < 0 for code in ended.codes) else "-"
 
 
 def last_line(text: str) -> str:
     """Return the last line with text."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-# ---- damaged checkpoints ---------------------------------------------------------------------------------------------
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _plant(path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(path.parent / "was_here"),)
-
-    torch.save({"global_step": 10**6, "optimizer_states": [], "callbacks": Evil()}, path)
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "truncated to half": _cut,
-    "one bit flipped": _flip,
-    "zero length": _empty,
-    "a pickle that runs code": _plant,
-}
-
-
-def damaged(name: str, saved: Path, undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
-    """Resume a run that was killed in `run_dir` and saved apart, with the newest checkpoint damaged."""
-    shutil.copytree(saved, run_dir)
-    path = run_dir / "checkpoints" / "last.ckpt"
-    DAMAGES[name](path)
-    ended = run_ranks(base, run_dir)
-    wrong = None if ended.codes == (0, 0) else f"ended with {ended.codes}: {last_line(ended.output)}"
-    is_named = "last.ckpt` " in ended.output and "passed over" in ended.output
-    wrong = wrong or (None if is_named else "the file was not named")
-    wrong = wrong or ("the pickle ran" if (path.parent / "was_here").exists() else None)
-    wrong = wrong or difference(run_dir, undisturbed)
-    return FaultOutcome(
-        promise="damaged files are passed over",
-        fault=name,
-        phase="before resuming",
-        where="last.ckpt",
-        detected_by="named, passed over" if wrong is None else f"NOT HELD: {wrong}",
-        seconds=None,
-        lost=f"{SAVED_EVERY} steps more",
-        is_held=wrong is None,
-    )
-
-
-def disk_full(undisturbed: Path, run_dir: Path, base: list[str]) -> FaultOutcome:
-    """Limit files to 64 KiB from step 7 on: an error in words, the old checkpoint whole, and a resume."""
-    point = KillPoint(phase="loading", rank=0, step=7, number=0)
-    command = [*base, point.override]
-    first = run_ranks(command, run_dir)
-    said = "was not written (File too large)" in first.output and 0 not in first.codes
-    found = newest_whole(run_dir / "checkpoints")
-    at = 0 if found is None else int(DurableCheckpointIO().load_checkpoint(found)["global_step"])
-    second = run_ranks(command, run_dir)
-    wrong = None if said else f"no clear error: {first.codes} {last_line(first.output)}"
-    wrong = wrong or (None if second.codes == (0, 0) else f"second run ended with {second.codes}")
-    wrong = wrong or difference(run_dir, undisturbed)
-    mark = float((run_dir / "died").read_text())
-    return FaultOutcome(
-        promise="a full disk loses no checkpoint",
-        fault="files may not grow (RLIMIT_FSIZE)",
-        phase="checkpoint: write",
-        where="rank 0, step 8",
-        detected_by="CheckpointWriteError" if wrong is None else f"NOT HELD: {wrong}",
-        seconds=max(0.0, first.last_s - mark),
-        lost=f"{8 - at} steps",
-        is_held=wrong is None,
-    )
 
 
 def resume_outcomes(
@@ -216,7 +121,7 @@ def resume_outcomes(
 
     Args:
         folder: Folder of the runs; each gets a directory of its own, which stays where the promise is broken.
-        num_trials: Killed runs; the damaged files and the full disk come on top.
+        num_trials: Killed runs.
         seed: Seed of the points.
         own: Overrides of every run, after `BASE`.
     """
@@ -226,15 +131,6 @@ def resume_outcomes(
         raise RuntimeError(f"the undisturbed run ended with {ended.codes}: {ended.output[-2000:]}")
     for index, point in enumerate(points(num_trials, seed)):
         yield _removed_if_held(killed(point, undisturbed, folder / f"killed{index}", base), folder / f"killed{index}")
-    interrupted = folder / "interrupted"
-    run_ranks([*base, KillPoint(phase="loading", rank=None, step=10, number=int(signal.SIGKILL)).override], interrupted)
-    saved = interrupted.rename(folder / "saved")
-    for index, name in enumerate(DAMAGES):
-        # Under its own path: in another folder Lightning's `ModelCheckpoint` forgets which score was the best.
-        yield _removed_if_held(damaged(name, saved, undisturbed, interrupted, base), interrupted)
-        if interrupted.exists():
-            interrupted.rename(folder / f"damaged{index}")
-    yield _removed_if_held(disk_full(undisturbed, folder / "full", base), folder / "full")
 
 
 def _removed_if_held(outcome: FaultOutcome, run_dir: Path) -> FaultOutcome:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from lightning_hybrid.data.prefetch import prefetch
-from recipes.benchmarks import input_cases, photos, updates
 from recipes.benchmarks.gradient_sets import GradientSet, linear_8mib_shapes
-from recipes.benchmarks.input_baselines import PillowImages
 from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
+from recipes.gpu import updates
 from tests.recipes.composed import composed
 
 
@@ -28,13 +22,9 @@ def configured(*overrides):
 
 MISTAKES = {
     "allreduce.dtypes=[int8]": r"`dtypes` \(=int8\) must be some of float32",
-    "allreduce.min_bytes=0": r"`min_bytes`, `max_bytes`, `factor` \(=0, ",
-    "allreduce.algorithms=[ring]": r"`algorithm` \(='ring'\)",
     "steps.gradients=[vgg]": r"`gradients` \(=vgg\) must be one of linear_8mib",
-    "steps.arms=[ring]": r"`algorithm` \(='ring'\)",
     "steps.overlap=ddp": r"`overlap` \(=ddp\) must be a hybrid arm",
     "steps.num_warmup_steps=1": r"`num_warmup_steps` \(=1\) must be 2 or more",
-    "steps.bucket_bytes=0": r"`bucket_bytes` \(=0\)",
 }
 
 
@@ -89,9 +79,6 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
 
 
-# ---- updates on CUDA -------------------------------------------------------------------------------------------------
-
-
 class FakeCuda:
     """Writes down what is queued, and counts a millisecond of the device for each step between two events."""
 
@@ -124,49 +111,3 @@ def test_updates_on_cuda_are_queued_behind_a_sleep_and_timed_between_two_events(
     assert fake.calls == ["synchronize", "step", "synchronize", *timed]
     assert seconds == pytest.approx(1e-3)
     assert 0 < host_s < 1
-    row = {"case": "x", "arm": "lars_fused", "num_params": 1, "num_tensors": 1, "times_s": (seconds, seconds)}
-    table = updates.markdown([updates.UpdateRow(**row, host_times_s=(0.005, 0.005))])
-    assert [cell.strip() for cell in table.splitlines()[-1].split("|")][3:-1:5] == ["1.00", "5.00"]
-
-
-# ---- input -----------------------------------------------------------------------------------------------------------
-
-
-def test_photos_are_always_the_same_and_of_imagenets_size():
-    originals = photos.photographs()
-    one, again, other = (photos.photo(originals, number) for number in (7, 7, 10))
-    assert np.array_equal(one, again)
-    assert one.shape != other.shape or not np.array_equal(one, other)
-    sizes = [len(photos.encode_jpeg(photos.photo(originals, number), quality=photos.QUALITY)) for number in range(12)]
-    assert 80_000 < np.mean(sizes) < 110_000
-    assert {min(photos.photo(originals, number).shape[:2]) for number in range(6)} == {375}
-
-
-def test_the_rival_reads_the_same_files(tmp_path):
-    photos.write_photos(tmp_path, num_train=2, num_val=1, num_classes=2)
-    (path,) = (tmp_path / "train" / "n00000001").glob("*.JPEG")
-    image, label = PillowImages([str(path)], [1], image_size=32)[0]
-    assert (tuple(image.shape), image.dtype, label) == ((3, 32, 32), torch.uint8, 1)
-
-
-class Paced:
-    """Batches that are ready `period_s` after the one before was taken."""
-
-    def __init__(self, period_s):
-        self.period_s = period_s
-
-    def __iter__(self):
-        ready_s = time.perf_counter()
-        while True:
-            ready_s = max(ready_s, time.perf_counter() - self.period_s) + self.period_s
-            time.sleep(max(0.0, ready_s - time.perf_counter()))
-            yield torch.zeros(1)
-
-
-def test_a_step_waits_for_what_it_is_shorter_than_its_data():
-    ahead = prefetch(Paced(0.06), torch.device("cpu"))
-    waits_s = list(input_cases._waits(ahead, step_s=0.005, num_steps=6))
-    assert len(waits_s) == 6
-    assert np.median(waits_s) >= 0.03  # 60 ms less the step of 5 ms, which a busy machine makes longer
-    with closing(input_cases._endless([1, 2])) as endless:
-        assert list(itertools.islice(endless, 5)) == [1, 2, 1, 2, 1]

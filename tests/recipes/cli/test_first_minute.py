@@ -17,41 +17,30 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "first", "others"),
+    ("words", "code", "first"),
     [
-        (
-            ["model=?"],
-            0,
-            "model=",
-            ["  resnet50                ResNet v1.5 (He et al. 2015); model.depth is 18 to 152"],
-        ),
-        (["strategy/between_nodes=?"], 0, "strategy/between_nodes=", ["  adasum                  Of the nodes"]),
-        (["optim=sgd", "optim.lr=?"], 0, "optim.lr=0.05", []),
-        (["optm=?"], 2, "error: `optm` must be a key of the configuration", ["Did you mean optim?"]),
-        (["precision=fp16"], 2, "error: `precision` (='fp16') must be", ["Set precision=16-true."]),
-        (["data=images", "data.root=/nope"], 2, "error: `data.root` (=/nope) must be a folder", []),
+        ("--help", 0, "Train a network, test it"),
+        ("strategy/between_nodes=?", 0, "strategy/between_nodes=\n  adasum                  Of the nodes"),
+        ("optm=?", 2, "error: `optm` must be a key of the configuration"),
+        ("precision=fp16", 2, "error: `precision` (='fp16') must be"),
     ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(words, code, first, others, tmp_path):
-    program = [sys.executable, "-c", f"{SAY}; {RUN}", str(ROOT / "recipes" / "train.py"), *words]
+def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(words, code, first, tmp_path):
+    program = [sys.executable, "-c", f"{SAY}; {RUN}", str(ROOT / "recipes" / "train.py"), words]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    said = done.stdout + done.stderr
     assert done.returncode == code
     assert (done.stderr if code else done.stdout).startswith(first)
-    assert all(other in said for other in others)
     assert done.stdout.splitlines()[-1] == "False"
     assert not os.listdir(tmp_path)
 
 
 def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(monkeypatch, capsys):
-    monkeypatch.setattr(usage, "find_spec", lambda name: None if name in ("matplotlib", "scipy") else name)
+    monkeypatch.setattr(usage, "find_spec", lambda name: None if name == "matplotlib" else name)
     usage.refuse_missing_extras("train")
     with pytest.raises(usage.UsageError):
         usage.refuse_missing_extras("simulate")
     assert capsys.readouterr().err == (
-        "error: `simulate` needs matplotlib, scipy, which are not installed: "
-        "pip install 'lightning-hybrid[recipes,report]'\n"
+        "error: `simulate` needs matplotlib, which is not installed: pip install 'lightning-hybrid[recipes,report]'\n"
     )
 
 
@@ -60,3 +49,13 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert done.returncode == 2
     assert "`momentum` (=2" in done.stderr
     assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
+    """Mutations: the shape of a convolution is left to torch; pictures are drawn unasked."""
+    slow = "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}"
+    say = SAY.replace("'torch' in sys.modules", slow)
+    words = [str(ROOT / "recipes" / "simulate.py"), "num_nodes=2", "search=null", "hydra.run.dir=run"]
+    done = subprocess.run([sys.executable, "-c", f"{say}; {RUN}", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"

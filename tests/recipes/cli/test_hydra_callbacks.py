@@ -8,14 +8,13 @@ import os
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from recipes.cli import launch, stdio
 from recipes.cli.hydra_callbacks import BeforeRun
 from tests.checkout import ROOT, tracked_in
 from tests.recipes.composed import composed
 
-CONF = ROOT / "conf"
-ENTRIES = sorted(path.stem for path in tracked_in(CONF, "*.yaml") if path.stem != "job")
 MARKER = "0123456789abcdef" * 3
 
 
@@ -25,9 +24,10 @@ def streams_as_they_were(monkeypatch):
     stdio.restore_streams()
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_every_recipe_looks_around_before_hydra_writes(name):
-    callbacks = composed(name, return_hydra_config=True).hydra.callbacks
+def test_every_recipe_looks_around_before_hydra_writes():
+    entries = [OmegaConf.load(path) for path in tracked_in(ROOT / "conf", "*.yaml") if path.stem != "job"]
+    assert all({"job", "/job"} & set(cfg.defaults) for cfg in entries)
+    callbacks = composed("train", return_hydra_config=True).hydra.callbacks
     assert callbacks.before_run._target_ == "recipes.cli.hydra_callbacks.BeforeRun"
 
 
@@ -52,9 +52,6 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(key, tmp_path, m
         BeforeRun().on_run_start(cfg)
     assert MARKER not in str(message.value)
     assert not (tmp_path / "x").exists()
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_leaves_ends_no_program(monkeypatch):

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from recipes.cli import preflight
-from tests.checkout import ROOT
 from tests.toy import error_of
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 SLURM = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
-
-
-def in_namespaces(*, script: str, flags: str) -> str:
-    """What a script prints in namespaces of its own; it sees no torch, so it starts at once."""
-    code = f"from recipes.cli import preflight\ntry:\n    {script}\nexcept ValueError as error:\n    print(error)"
-    if subprocess.run(["unshare", *flags.split(), "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("namespaces need root")
-    done = subprocess.run(
-        ["unshare", *flags.split(), "bash", "-c", f'{MOUNT if "-m" in flags else ""} "{sys.executable}" -'],
-        input=code,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
-
-
-MOUNT = "mount -t tmpfs -o size=8k none /mnt &&"
 
 
 WRONG = [
@@ -121,10 +96,10 @@ def test_a_port_that_is_taken_is_refused_where_it_would_be_opened():
         preflight.check_environment(None, TORCHRUN | mine | {"RANK": "0", "LOCAL_RANK": "0"})  # torchrun's agent has
 
 
-@pytest.mark.parametrize("names", ["^docker,eth99", "=eth99", "l", ""])
-def test_nccls_own_way_of_naming_interfaces_is_let_through(names):
+def test_nccls_own_way_of_naming_interfaces_is_let_through():
     """A list begins with ^ (all but these) or = (these very names); otherwise it holds beginnings of names."""
-    preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
+    for names in ("^docker,eth99", "=eth99", "l", ""):
+        preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": names})
     with pytest.raises(ValueError, match=r"`NCCL_SOCKET_IFNAME` \(=lo,eth99\) must name interfaces.*eth99 is none"):
         preflight.check_environment(None, {"NCCL_SOCKET_IFNAME": "lo,eth99"})
 
@@ -145,25 +120,7 @@ def test_a_port_that_only_lingers_is_free():
     preflight.check_environment(None, {"MASTER_PORT": str(port)})
 
 
-def test_a_run_directory_that_takes_no_files_and_a_host_without_interfaces_are_found_before_training(tmp_path):
+def test_a_run_directory_that_takes_no_files_is_found_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"`hydra.run.dir` \(=.*\) must be a directory that can be written to: Not a"):
         preflight.check_environment(tmp_path / "file" / "run", {})
-    output = in_namespaces(script='preflight.check_environment("/mnt/run", {})', flags="-m")
-    assert "`hydra.run.dir` (=/mnt/run) must be a directory that can be written to: No space left" in output
-    output = in_namespaces(script="preflight.check_environment(None, {})", flags="-n")
-    assert "`MASTER_ADDR` (=127.0.0.1) must be an address that this host can reach: Network is unreachable" in output
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"a": [1, {"API_KEY": "x"}]}, r"a\[1\]\.API_KEY"),
-        ({"a": {"b": {"password": 1}}}, r"a\.b\.password"),
-        ({"client_secret": "x"}, "client_secret"),
-    ],
-    ids=str,
-)
-def test_a_secret_is_found_wherever_it_is(config, key):
-    with pytest.raises(ValueError, match=rf"`{key}` must not be in the configuration"):
-        preflight.check_secrets(config)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import io
-import logging
-import threading
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.images.decode import CorruptImageError, check_decoder, decode_rgb
-from lightning_hybrid.data.images.host_buffers import HostBuffers
-from lightning_hybrid.data.images.imagenet import ImageNetDataModule
-from lightning_hybrid.data.images.loader import ImageTrainLoader
-from lightning_hybrid.data.normalize import NormalizeOnDevice
 from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets import dali
 from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
+from recipes.datasets.images.decode import CorruptImageError, check_decoder, decode_rgb
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.imagenet import ImageNetDataModule
+from recipes.datasets.images.loader import ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
 from tests import toy
-from tests.data.images.pictures import encoded, image_of, pixels_of, write_root
+from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of, write_root
 
 needs_dali = pytest.mark.skipif(not has_dali(), reason="needs DALI: the extra `dali`")
 SMALL = {"num_classes": 3, "image_size": 16, "eval_resize": 20, "seed": 5, "num_threads": 2}
@@ -56,13 +54,6 @@ def assert_same_but_for_rounding(one, other, *, ring=0):
         difference = (images.int() - theirs.int()).abs()
         inside = slice(ring, images.shape[-1] - ring)
         assert difference[:, :, inside, inside].max() <= 1
-
-
-def readers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("read")]
-
-
-# ---- without DALI ----------------------------------------------------------------------------------------------------
 
 
 def test_without_dali_the_decoder_is_refused(monkeypatch):
@@ -102,9 +93,6 @@ def test_other_formats_are_decoded_here_and_go_on_as_pixels():
 def test_what_is_no_whole_image_is_refused_before_dali_sees_it(data):
     with pytest.raises(CorruptImageError):
         decodable(data, decoder="pillow")
-
-
-# ---- with DALI -------------------------------------------------------------------------------------------------------
 
 
 @needs_dali
@@ -149,45 +137,6 @@ def test_a_resumed_epoch_gives_the_same_pixels_and_either_decoder_resumes_the_ot
     threads.load_state_dict(loader.state_dict())
     assert_same_but_for_rounding(rest, read(threads), ring=1)
     iterator.close()
-
-
-@needs_dali
-def test_too_many_broken_images_end_the_run_when_their_batch_is_due(root):
-    module = module_of(root, max_corrupt_images=0)
-    loader = module.train_dataloader()
-    last = int(loader.order.share(loader.order.permutation(0), 2)[0])
-    open(module.train_rows.source.name(last), "wb").close()
-    iterator = iter(loader)
-    assert [len(next(iterator)[1]) for _ in range(2)] == [8, 8]
-    with pytest.raises(CorruptImageError, match=r"`max_corrupt_images` \(=0\)"):
-        next(iterator)
-    assert readers() == []
-
-
-def break_inside(path):
-    """A JPEG that is whole by its ends and its header, and has more Huffman codes than there can be."""
-    data = bytearray(image_of(9))
-    data[data.index(b"\xff\xc4") + 5] = 0xFF
-    with open(path, "wb") as file:
-        file.write(data)
-
-
-@needs_dali
-@pytest.mark.parametrize("numbers", [[4], [0, 4, 25]], ids=str)
-def test_another_image_stands_in_for_what_only_decoding_finds_broken(root, numbers, caplog):
-    """As with the other decoders, in this epoch and the next: labels, pixels, and the count."""
-    for number in numbers:
-        break_inside(module_of(root).train_rows.source.name(number))
-    module, other = module_of(root), module_of(root, "pillow")
-    with caplog.at_level(logging.WARNING):
-        loader, expected = module.train_dataloader(), other.train_dataloader()
-        for each in (loader, expected):
-            each.set_epoch(3)
-        for _ in range(2):
-            assert_same_but_for_rounding(read(loader), read(expected), ring=1)
-    assert module.train_rows.corrupt == other.train_rows.corrupt
-    assert set(module.train_rows.corrupt) <= set(numbers)
-    assert readers() == []
 
 
 class Broken:

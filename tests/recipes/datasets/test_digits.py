@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hybrid.data import EvalLoader, ImageSet, Normalize, TrainLoader, batch_size_per_rank
 from recipes.datasets.digits import NUM_TRAIN, DigitsDataModule, digits_split
+from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
 
 AS_STORED = Normalize(mean=0.0, std=1.0)
 
@@ -21,10 +21,6 @@ def train_loader(num_images=103, **changes) -> TrainLoader:
     settings = {"global_batch_size": 12, "world_size": 2, "rank": 0, "accumulate_grad_batches": 1, "seed": 3}
     settings |= {"shift_pixels": 0, "normalize": AS_STORED} | changes
     return TrainLoader(numbered(num_images), **settings)
-
-
-def labels_of(batches) -> list[list[int]]:
-    return [labels.tolist() for _, labels in batches]
 
 
 def test_the_split_is_stratified_disjoint_and_always_the_same():
@@ -48,19 +44,6 @@ def test_training_images_are_normalised():
     assert (images.std() - 1).abs() < 0.02
 
 
-def test_order_depends_on_seed_and_epoch_alone_and_the_images_left_out_change():
-    loader = train_loader(world_size=1)
-    epochs = [labels_of(loader) for _ in range(2)]
-    assert labels_of(train_loader(world_size=1)) == epochs[0] != epochs[1]
-    assert labels_of(train_loader(world_size=1, seed=4)) != epochs[0]
-    left_out = [set(range(103)) - {label for own in epoch for label in own} for epoch in epochs]
-    assert [len(labels) for labels in left_out] == [7, 7]  # 103 = 8 * 12 + 7
-    assert left_out[0] != left_out[1]
-    later = train_loader(world_size=1)
-    later.set_epoch(1)
-    assert labels_of(later) == epochs[1]
-
-
 def test_a_shift_depends_on_seed_epoch_and_image_not_on_rank_or_batch():
     def corners(**changes):
         loader = train_loader(num_images=48, shift_pixels=1, **changes)
@@ -76,7 +59,7 @@ def test_a_shift_depends_on_seed_epoch_and_image_not_on_rank_or_batch():
     assert {tuple(image[0].ne(0).sum(0).tolist()) for image in alone.values()} >= {(4, 4, 4, 4), (0, 3, 3, 3)}
 
 
-@pytest.mark.parametrize("batches_done", [0, 3, 8])
+@pytest.mark.parametrize("batches_done", [3, 8])
 def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_done):
     loaders = [train_loader(shift_pixels=1, rank=rank) for rank in (0, 1)]
     expected, resumed = train_loader(shift_pixels=1), train_loader(shift_pixels=1)
@@ -91,21 +74,6 @@ def test_a_loader_continues_from_its_state_which_is_that_of_every_rank(batches_d
     for (images, labels), (expected_images, expected_labels) in zip(resumed, rest, strict=True):
         assert torch.equal(labels, expected_labels)
         assert torch.equal(images, expected_images)
-
-
-def test_evaluation_reads_every_image_once_in_equally_many_batches():
-    options = {"world_size": 3, "batch_size_per_rank": 8, "normalize": AS_STORED}
-    batches = [labels_of(EvalLoader(numbered(50), rank=rank, **options)) for rank in range(3)]
-    assert [len(own) for own in batches] == [len(EvalLoader(numbered(50), rank=0, **options))] * 3
-    assert sorted(label for own in batches for batch in own for label in batch) == list(range(50))
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "nearest"), [(127, "126 or 128"), (1, "2"), (0, "2"), (-4, "2")], ids=str
-)
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global_batch_size, nearest):
-    with pytest.raises(ValueError, match=rf"`global_batch_size` \(={global_batch_size}\).*={nearest}\.$"):
-        batch_size_per_rank(global_batch_size=global_batch_size, world_size=2)
 
 
 def test_more_than_the_set_has_is_refused():

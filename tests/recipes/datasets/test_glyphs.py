@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.datasets import glyphs
-from recipes.datasets.glyphs import CHARACTERS, FONTS, IMAGE_SIZE, NUM_CLASSES, GlyphsDataModule, rendered
+from recipes.datasets.glyphs import CHARACTERS, FONTS, IMAGE_SIZE, GlyphsDataModule, rendered
 
 
 def test_no_font_is_in_two_sets():
@@ -24,35 +24,14 @@ def test_every_font_draws_every_character_whole_and_no_two_alike(name):
 
 
 def test_images_are_not_blank_nor_alike_the_same_every_time_and_others_with_another_seed():
-    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black; a character adds its own.
-
-    14 * 32 images come before a character in one font repeats.
-    """
-    one, again, other = (rendered("train", num_images=600, seed=seed) for seed in (3, 3, 4))
+    """Noise alone has a standard deviation of 0.12 * 255 = 31, clipped at black; a character adds its own."""
+    one, again, other = (rendered("train", num_images=150, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one.images, again.images)
     assert torch.equal(one.labels, again.labels)
     assert (one.images != other.images).flatten(1).any(1).all()
-    assert len({image.numpy().tobytes() for image in one.images}) == 600
+    assert len({image.numpy().tobytes() for image in one.images}) == 150
     middle = one.images[:, 0, 4:-4, 4:-4].float().flatten(1)
     assert (middle.topk(20).values.mean(1) - middle.median(1).values).min() > 40
-
-
-def test_labels_name_the_characters():
-    """A label is the place of its character: mean images of classes, in fonts alone, look like that character's masks.
-
-    Chance is one in 32; turned, sheared and moved as they are, half of the classes are still nearest to their own.
-    """
-    image_set = rendered("test", num_images=32 * 40, seed=5)
-    means = torch.stack([image_set.images[image_set.labels == c].float().mean(0)[0] for c in range(NUM_CLASSES)])
-    masks = torch.stack([glyphs._mask("DejaVuSans", character)[12:-12, 12:-12] for character in CHARACTERS])
-    masks = torch.nn.functional.interpolate(masks[:, None], size=IMAGE_SIZE, mode="area")[:, 0]
-
-    def own(images):
-        apart = (images - images.mean(0)).flatten(1)
-        return apart / apart.norm(dim=1, keepdim=True)
-
-    nearest = (own(means) @ own(masks).T).argmax(1)
-    assert (nearest == torch.arange(NUM_CLASSES)).sum() >= 10
 
 
 def test_the_module_serves_three_sets(monkeypatch):

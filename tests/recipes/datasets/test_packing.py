@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_hybrid.data.images.shards import ShardedImages
+from recipes.datasets.images.shards import ShardedImages
 from recipes.datasets.packing import Packing
-from tests.data.images.pictures import image_of, write_root
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.recipes.datasets.images.pictures import image_of, write_root
 
 
 @pytest.fixture

@@ -27,9 +27,6 @@ def test_the_table_has_every_trial_once_best_first_with_round_and_reason(tmp_pat
     assert rows[-1][-1] == "RuntimeError: no memory left"
 
 
-# ---- Optuna ----------------------------------------------------------------------------------------------------------
-
-
 def needs_optuna():
     pytest.importorskip("optuna", reason="the extra `search` is not installed")
 

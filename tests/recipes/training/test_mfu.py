@@ -33,10 +33,8 @@ GIVEN = {"flops_per_image": 5.0, "peak_flops_per_s": 7.0}
         ("NVIDIA H200", {}, {}, (FLOPS, 989.5e12)),
         ("NVIDIA H200", {"precision": "32-true"}, {}, (FLOPS, 67e12)),
         ("NVIDIA H200", {"data": {}}, {}, (FLOPS * 81 / 16, 989.5e12)),  # the model says how large images are
-        ("NVIDIA H200", {"data": {}, "model": {}}, {}, (None, None)),
         ("NVIDIA H200", {}, GIVEN, tuple(GIVEN.values())),
         ("Some other GPU", {}, {}, (None, None)),
-        ("", {}, {}, (None, None)),
     ],
     ids=str,
 )

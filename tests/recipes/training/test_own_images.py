@@ -7,7 +7,7 @@ import re
 import pytest
 
 from recipes.training.build import build
-from tests.data.images.pictures import write_split
+from tests.recipes.datasets.images.pictures import write_split
 from tests.recipes.training.test_recipes import configured
 
 SMALL = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_resize=36 data.num_threads=1".split()
@@ -47,10 +47,3 @@ def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
     assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]
     _, module, _ = build(configured(*own, *words_of(refusal), *SMALL))
     assert module.model.fc.out_features == 2
-
-
-def test_a_batch_larger_than_the_set_is_refused_before_ranks_start(root):
-    own = ["data=images", f"data.root={root}", "model=resnet50", *SMALL]
-    with pytest.raises(ValueError, match=r"`global_batch_size` \(=128\) must be at most .* \(=41\)") as refusal:
-        build(configured(*own, "trainer.devices=2"))
-    assert words_of(refusal) == ["global_batch_size=40"]

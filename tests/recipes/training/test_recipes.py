@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_hybrid import LocalSteps
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
-from recipes.cli import launch
 from recipes.training.build import build
 from tests import toy
 from tests.recipes.composed import composed
@@ -94,9 +93,6 @@ def trained(recipe):
     }
 
 
-# ---- published numbers -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("recipe", "warmup_epochs", "decay_steps"),
     MLPERF,
@@ -137,18 +133,11 @@ def test_the_paper_s_runs_are_as_long_as_it_says():
     steps_per_epoch = NUM_IMAGES / 65536
     assert configured("recipe=alexnet_64k", "data.root=/").trainer.max_steps == int(95 * steps_per_epoch)
     assert 88 < configured("recipe=resnet50_64k", "data.root=/").trainer.max_steps / steps_per_epoch <= 90
-    for recipe in RECIPES:  # the last step is validated, where the number of steps is our choice or the reference's
-        cfg = configured(f"recipe={recipe}", "data.root=/", "max_batch_size_per_rank=null")
-        left = cfg.trainer.max_steps % cfg.trainer.val_check_interval
-        assert left == {"resnet50_32k": 2891 % 157, "alexnet_64k": 1857 % 79}.get(recipe, 0)
     # an extrapolation of ours: of the 64k recipe but for the direction
     ours, plain = (configured(f"recipe={name}", "data.root=/") for name in ("resnet50_64k_orthogonal", "resnet50_64k"))
     assert (ours.optim.direction, plain.optim.direction) == ("orthogonal", "momentum")
     ours.optim.direction = plain.optim.direction
     assert ours == plain
-
-
-# ---- what a user changes ---------------------------------------------------------------------------------------------
 
 
 def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
@@ -164,20 +153,6 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
         instantiate(pipeline)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rounds"),
-    [
-        ("trainer.devices=1", 512),
-        ("trainer.devices=1 batch_size_per_rank=256", 256),
-        ("trainer.devices=8 trainer.num_nodes=256", 1),
-    ],
-)
-def test_the_batch_of_the_paper_is_reached_on_any_number_of_gpus(overrides, rounds):
-    cfg = configured("recipe=resnet50_64k", "data=synthetic", *overrides.split())
-    assert cfg.trainer.accumulate_grad_batches == rounds
-    assert cfg.trainer.val_check_interval == 79 * rounds
-
-
 def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
     """The paper's 256 nodes of 8, as task 11 of `srun` sees them; Lightning checks that devices and nodes agree."""
     tasks = {"NTASKS": 2048, "NTASKS_PER_NODE": 8, "NNODES": 256, "PROCID": 11, "LOCALID": 3, "NODEID": 1, "JOB_ID": 7}
@@ -188,31 +163,10 @@ def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
     trainer, _, _ = build(cfg)
     assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (2048, 8, 256)
     assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (11, 3, 1)
-    assert trainer.accumulate_grad_batches == 1
+    assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (1, 79)
 
 
 def test_slices_need_the_strategy_that_cuts_layers():
     overrides = ("model=alexnet_bn", "strategy=ddp", "precision=32-true", "model.slice_fc=node")
     with pytest.raises(ValueError, match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each"):
         build(configured(*overrides))
-
-
-MISTAKES = {
-    "": r"`data\.root` \(=\?\?\?\) must have a value\. Missing: data\.root\. Give it on the command line: data\.root=",
-    "data.root=/nowhere": r"`root` \(=/nowhere\)",
-    "data=synthetic global_batch_size=65000 trainer.devices=7": r"`global_batch_size` \(=65000\) must be a multiple of",
-    "data=synthetic global_batch_size=65522": r"`global_batch_size` \(=65522\) must divide into equal.*=65408 or",
-    "data=synthetic max_batch_size_per_rank=0": r"`max_batch_size_per_rank` \(=0\) must be a whole number of images",
-    "data=synthetic decay_excluded=1": r"`decay_excluded` \(=1\) must be true or false",
-    "data=synthetic strategy.loss_scale=3": r"`loss_scale` \(=3.0\) must be a power of two",
-    "data=synthetic warmup_epochs=5": r"`warmup_epochs` \(=5\) and `warmup_steps` \(=606\) must be one number",
-    "data=synthetic schedule.decay_from=peak": r"`schedule.decay_from` \(='peak'\) must be warmup_end or start",
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypatch):
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    with pytest.raises(SystemExit, match=r"^error: .*" + MISTAKES[mistake]), launch.short_errors():
-        build(configured("recipe=resnet50_64k", *mistake.split()))

@@ -14,7 +14,6 @@ from lightning_hybrid.checkpoint.file import DamagedCheckpointError, write_check
 from recipes.training import resume
 from recipes.training.csv_logger import CSVRows, num_rows_of, read_rows
 from recipes.training.tracking import TrackerRun, saved_state
-from tests.evidence.outcomes import outcomes_of
 from tests.recipes.composed import composed
 from tests.scenes import fit
 from tests.toy import Toy
@@ -26,9 +25,6 @@ def saved(folder, name, global_step, *, age_s=0.0, **more):
     write_checkpoint(content, path)
     os.utime(path, (1e9 - age_s, 1e9 - age_s))
     return path
-
-
-# ---- which -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_checkpoint_of_the_most_steps_is_taken_and_of_those_of_one_step_the_latest(tmp_path):
@@ -109,8 +105,6 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
         assert resume.checkpoint(configured(tmp_path, "resume=auto", *same)) is not None
     for key, value, was in (
         ("optim.lr", "1.5", kept["optim"]["lr"]),
-        ("model.width", "0.25", 0.125),
-        ("global_batch_size", "64", 128),
         ("optim", "sgd", "lightning_hybrid.optim.LARS"),
     ):
         with pytest.raises(ValueError, match=rf"^`{key}.* must be that of the checkpoint \(={was}\)") as caught:
@@ -145,9 +139,6 @@ def test_ranks_that_found_different_checkpoints_all_say_so_before_training(two_r
     assert two_ranks.run(fit_from, [one, other], "validate") == [("", 0)] * 2  # which resumes from nothing
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 class Logging(Toy):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -175,8 +166,11 @@ def logged_twice(*given):
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists", "ignore:You're resuming from a checkpoint that ended"
 )
-@pytest.mark.parametrize("from_step", [5, 6])
-@pytest.mark.parametrize("settings", [{}, {"log_every_n_steps": 2}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "from_step"),
+    [({}, 6), ({"log_every_n_steps": 2}, 5), ({"accumulate_grad_batches": 2}, 6)],
+    ids=str,
+)
 def test_no_row_is_missing_and_none_comes_twice(one_rank, tmp_path, settings, from_step):
     """The run that is resumed had gone on after the checkpoint, of a step that is not logged, or of several batches."""
     ((first, resumed),) = one_rank.run(logged_twice, str(tmp_path), from_step, settings)
@@ -221,12 +215,3 @@ def test_rows_that_the_machine_lost_are_reported(tmp_path):
         again.log_metrics({"loss": 2.0}, step=3)
     again.save()
     assert [row["loss"] for row in read_rows(tmp_path / "csv" / "metrics.csv")] == ["1.0", "2.0"]
-
-
-# ---- killed runs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_runs_killed_at_random_points_end_as_an_undisturbed_one(tmp_path):
-    """Three points, four ways to damage a file, a full disk; `tests/evidence/resume` says what of it broke."""
-    assert outcomes_of("resume", tmp_path, "num_trials=3", "seed=11") == [True] * 8

@@ -11,7 +11,8 @@ from tests.recipes.training.test_recipes import NO_FILES, QUIET
 from tests.scenes import Saves, same
 
 SMALL = (
-    "recipe=simclr_lars global_batch_size=32 module.chunk=8 model.width=0.0625 warmup_epochs=0.1 trainer.max_steps=6"
+    "recipe=simclr_lars global_batch_size=32 module.chunk=8 model.width=0.0625 warmup_epochs=0.1 trainer.max_steps=6 "
+    "+module.max_probe_images=256 trainer.limit_test_batches=1"
 )
 
 
@@ -32,6 +33,7 @@ def ends_of(path):
     return found
 
 
+@pytest.mark.long
 def test_the_recipe_resumes_in_mid_epoch_to_the_bit_and_probes_its_features(two_ranks, tmp_path):
     one, other = two_ranks.run(ends_of, str(tmp_path / "third.ckpt"), timeout_s=240.0)
     (whole, probes), (resumed, again) = one

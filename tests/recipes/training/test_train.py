@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,21 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who_reads(tmp_path):
+    """In a process of its own: some of it is read when torch is imported."""
+    places = dict.fromkeys(("XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TMPDIR"), "/proc/none")
+    environment = places | {"PATH": "/none", "CXX": "none", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    run_dir = tmp_path / "ä ☃ b"
+    few = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "trainer.devices=1", f"hydra.run.dir='{run_dir}'"]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "recipes/train.py", *SHORT, *few]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, timeout=240)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"standard output takes no more (No space left on device)" in done.stderr
+    assert (run_dir / "summary.json").exists()
+
+
+@pytest.mark.long
 def test_the_main_job_learns_the_digits(tmp_path):
     """As the README has it, but for 12 of 30 epochs; W&B is on, offline."""
     out = succeed("trainer.max_epochs=12", f"hydra.run.dir={tmp_path}")
@@ -114,12 +130,6 @@ def test_the_main_job_learns_the_digits(tmp_path):
     assert summary["world_size"] == 2
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     (tracked,) = runs_in(tmp_path)
-    checkpoint = last_checkpoint(tmp_path)
-    assert tracked.run.run_id == checkpoint["callbacks"]["TrackerRun"]["run_id"]
-    assert tracked.config["overrides"] == ["trainer.max_epochs=12"]
-    points = checkpoint["callbacks"]["RunReport"]["curves"]["val/acc"].tolist()
-    curve = [(step - 1, value) for step, value in points]
-    assert tracked.column("val/acc") == curve
     assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
     assert tracked.exit_code == 0
     lines = [line.split()[0] for line in out.strip().splitlines()[-7:]]

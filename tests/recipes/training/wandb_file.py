@@ -1,8 +1,7 @@
 """Read a run that W&B wrote offline: the framing of LevelDB's log around protocol buffers.
 
-A file is a header of 7 bytes, then blocks of 32 KiB. A block holds chunks: checksum (4 bytes), length (2), kind (1),
-data. A record is one chunk, or a first, some middle and a last one; what is left of a block and cannot hold a chunk's
-header is zeros.
+A file is a header of 7 bytes, then blocks of 32 KiB of chunks: checksum (4 bytes), length (2), kind (1), data. A record
+is one chunk, or a first, some middle and a last one; what is left of a block and cannot hold a header is zeros.
 """
 
 from __future__ import annotations
@@ -46,24 +45,18 @@ class OfflineRun:
         self.config: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
-        self.exit_code: int | None = None
-        self.run: Any = None
-        for frame in frames(path.read_bytes()):
-            record = Record.FromString(frame)
+        for record in map(Record.FromString, frames(path.read_bytes())):
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                self.run = record.run
+                self.run: Any = record.run
                 self._update(self.config, record.run.config.update)
-            elif kind == "config":
-                self._update(self.config, record.config.update)
             elif kind == "history":
-                row: dict[str, Any] = {}
-                self._update(row, record.history.item)
-                self.history.append(row)
-            elif kind == "summary":
-                self._update(self.summary, record.summary.update)
+                self.history.append({})
+                self._update(self.history[-1], record.history.item)
+            elif kind in ("config", "summary"):
+                self._update(getattr(self, kind), getattr(record, kind).update)
             elif kind == "exit":
-                self.exit_code = record.exit.exit_code
+                self.exit_code: int = record.exit.exit_code
 
     @staticmethod
     def _update(where: dict[str, Any], items: Any) -> None:

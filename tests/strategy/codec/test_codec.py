@@ -76,9 +76,6 @@ def test_after_a_fit_nothing_holds_the_memory_of_its_buckets(two_ranks):
     assert two_ranks.run(more_buckets_after_a_fit) == [(4, 0)] * 2
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", ["flat", "parallel_flat"])
 def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four_ranks, algorithm):
     comm = Comm(plan=CommPlan(algorithm=algorithm))

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
-from lightning_hybrid.data.in_memory.loader import ImageSet, Normalize, TrainLoader
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
+from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 
 NUM_SHARDS = 4
 

@@ -1,7 +1,5 @@
 """A rank that fails or dies outside of its averaging, seen by the others through the strategy: they name it, soon."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -16,7 +14,6 @@ from tests.scenes import at, fit
 
 
 def end_at(rank, end, trainer, module, batch, batch_idx):
-    """End one rank at the third batch, before its forward."""
     if batch_idx == 2 and dist.get_rank() == rank:
         end()
 

@@ -30,9 +30,7 @@ def strategy_on(device_type):
     [
         (ERROR_HANDLING, "cuda", None, CLEAN_UP_ONLY),  # torch's watchdog aborts, and does not end the process
         (ERROR_HANDLING, "cuda", "1", "1"),
-        (ERROR_HANDLING, "cpu", None, None),
         (LAUNCH_ORDER, "cuda", None, "1"),  # communicators take turns in the host's order
-        (LAUNCH_ORDER, "cuda", "0", "0"),
         (HIGH_PRIORITY, "cuda", None, "1"),  # sums go before what backward has queued
         (LAUNCH_ORDER, "cpu", None, None),
     ],

@@ -1,7 +1,5 @@
 """A rendezvous, and ones that fail: every rank names who is missing, and rank zero listens only where it should."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -15,7 +13,6 @@ from lightning_hybrid.strategy import rendezvous
 from lightning_hybrid.strategy.rendezvous import RendezvousError, meet
 from tests.scenes import at, fit
 
-EVERYWHERE = {"00000000", "0" * 32}
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 SHORT_S, LONG_S = 1.0, 30.0
 
@@ -112,29 +109,10 @@ def test_a_port_that_is_taken_is_named():
             meeting(port, rank=0, world_size=1)
 
 
-def test_a_process_may_meet_again_where_its_own_store_still_is():
-    port = free_port()
-    first = meeting(port, rank=0, world_size=1)
-    second = meeting(port, rank=0, world_size=1)
-    first.set("word", "saved")
-    assert second.get("word") == b"saved"
-
-
-def test_a_name_is_listened_to_everywhere_as_hosts_may_resolve_it_unlike():
-    port = free_port()
-    store = meeting(port, rank=0, world_size=1, address=socket.gethostname())
-    assert listening(port) <= EVERYWHERE
-    assert listening(port)
-    del store
-
-
 def test_an_address_that_is_not_this_hosts_is_warned_of():
     """192.0.2.1 is for documentation (RFC 5737): such as the outer address of a host behind a translator."""
     with pytest.warns(UserWarning, match=r"MASTER_ADDR \(=192\.0\.2\.1\) is no address of this host's own"):
         assert rendezvous._listen("192.0.2.1", free_port()) is None
-
-
-# ---- of a whole fit --------------------------------------------------------------------------------------------------
 
 
 def listens(trainer, module):

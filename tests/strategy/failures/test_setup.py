@@ -1,7 +1,5 @@
 """Before the engine is there, and where there will be none, a rank that keeps others waiting is named as well."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -96,25 +94,6 @@ def test_ranks_that_begin_with_other_weights_train_rank_zeros_masters_included(t
 
 def unseeded():
     return toy.Toy(seed=dist.get_rank())
-
-
-class Own(toy.Toy):
-    """A parameter that DDP ignores is each rank's own."""
-
-    _ddp_params_and_buffers_to_ignore = ("net.1.weight",)
-
-    def __init__(self):
-        super().__init__(seed=dist.get_rank())
-        self.first = self.net[1].weight.detach().clone()
-
-
-def is_its_own(trainer, module):
-    return torch.equal(module.first, trainer.precision_plugin.masters.pair_of(module.net[1].weight).master)
-
-
-def test_what_ddp_ignores_keeps_its_own_masters(two_ranks):
-    scene = {"max_steps": 1, "precision": "16-true", "callbacks": [at(on_train_start=is_its_own)]}
-    assert [seen.looks["on_train_start"] for seen in fit(two_ranks, Own, **scene)] == [[True]] * 2
 
 
 class BreaksInValidation(toy.Toy):

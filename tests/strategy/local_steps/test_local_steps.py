@@ -13,21 +13,19 @@ from lightning_hybrid import Comm, LocalSteps, Mean
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
-from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.optim import LARS
 from lightning_hybrid.strategy.local_steps import node_average
 from tests import toy
 from tests.scenes import Saves, Spoiled, at, fit, same
 
 
 class Toy(Spoiled):
-    """With a rate that falls in each step; by LARS along the orthogonalised momentum, or LAMB, where it is asked to."""
+    """With a rate that falls in each step; by LARS along the orthogonalised momentum where it is asked to."""
 
     def __init__(self, lr=0.05, **options):
         super().__init__(lr=lr, **options)
 
     def configure_optimizers(self):
-        if self.optimizer_name == "LAMB":  # these two look at norms of whole tensors
-            return LAMB(self.parameters(), lr=0.01, weight_decay=0.01)
         if self.optimizer_name == "LARS":
             return LARS(self.parameters(), lr=4.0, direction="orthogonal")
         optimizer = super().configure_optimizers()
@@ -44,19 +42,16 @@ def validated(trainer, module, *args):
 
 
 def values_of(module):
-    """Parameters and running statistics in one row."""
     return torch.cat([value.detach().float().reshape(-1) for _, value in sorted(module.state_dict().items())])
 
 
 def trained_of(module):
-    """Which elements of `values_of` are parameters."""
     names = {name for name, _ in module.named_parameters()}
     kinds = [torch.full((value.numel(),), name in names) for name, value in sorted(module.state_dict().items())]
     return torch.cat(kinds)
 
 
 def local(ranks, every, options=None, module=None, callbacks=(), **scene):
-    """Fits with `LocalSteps`, or without where `every` is 1; nodes of one rank each."""
     between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
     scene = {"between_nodes": between_nodes, "ranks_per_node": 1, "comm": Comm(tune="off"), **scene}
     callbacks = [at(on_train_batch_end=after_batch), *callbacks]
@@ -64,16 +59,11 @@ def local(ranks, every, options=None, module=None, callbacks=(), **scene):
 
 
 def values(seen):
-    """After each batch."""
     return [one for one, *_ in seen.looks["on_train_batch_end"]]
 
 
 def final(seen):
-    """Weights, statistics and optimizer state."""
     return [seen.weights, seen.states]
-
-
-# ---- what is averaged ------------------------------------------------------------------------------------------------
 
 
 def tensors_of_node(node):
@@ -139,7 +129,6 @@ def test_a_codec_rounds_what_weights_have_moved_and_momentum(two_ranks):
 
 
 def fit_and_reference(every):
-    """The weights after each step, and those of a loop in plain torch over this rank's batches."""
     seen = local(None, every)
     module, expected = Toy(), []
     optimizer, schedule = (found := module.configure_optimizers())["optimizer"], found["lr_scheduler"]["scheduler"]
@@ -170,9 +159,7 @@ def test_a_node_of_one_rank_trains_as_one_process_and_the_mean_is_taken_every_so
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("precision", "across"), [("32-true", None), ("16-true", "int4"), ("bf16-true", None), ("bf16-true", "int8")]
-)
+@pytest.mark.parametrize(("precision", "across"), [("16-true", "int4"), ("bf16-true", None)])
 def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_ranks, precision, across):
     scene = {"precision": precision, "module": {"optimizer": "Adam"}, "ranks_per_node": 2}
     ranks = local(four_ranks, 3, {"dtype": across}, callbacks=[ReplicaCheck(every_n_steps=1)], **scene)
@@ -185,25 +172,21 @@ def test_ranks_of_a_node_agree_at_each_step_and_all_ranks_after_a_mean(four_rank
     assert all(same(final(ranks[0]), final(seen)) for seen in ranks)  # with optimizer state, at the end
 
 
-@pytest.mark.parametrize("name", ["LARS", pytest.param("LAMB", marks=pytest.mark.long)])
-def test_layerwise_optimizers_with_accumulation_agree_after_a_mean(four_ranks, name):
+def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks):
     """Steps of two batches each: a period is two steps, whatever the batches."""
-    scene = {"module": {"optimizer": name}, "precision": "16-true", "max_epochs": 4, "accumulate_grad_batches": 2}
-    whole, ranks = (local(four_ranks, every, ranks_per_node=2, **scene) for every in (1, 2))
+    scene = {"module": {"optimizer": "LARS"}, "precision": "16-true", "max_epochs": 2, "accumulate_grad_batches": 2}
+    ranks = local(four_ranks, 2, ranks_per_node=2, **scene)
     for seen in ranks:
         assert same(final(seen), final(ranks[0]))
         assert all(value.isfinite().all() for value in seen.weights.values())
-        assert not same(seen.parameters, whole[0].parameters)
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
     """Gradients, running statistics and masters; then pairs of steps on each node."""
-    scene = {"ranks_per_node": 2, "precision": "16-true", "max_epochs": 4}
-    phases = [(1, {}), (2, {"from_step": 100}), (2, {"from_step": 4})]
-    for seen in zip(*(local(four_ranks, *phase, **scene) for phase in phases), strict=True):
-        whole, late, four = map(values, seen)
-        assert same(whole, late)
-        assert [torch.equal(*pair) for pair in zip(whole, four, strict=True)] == [True] * 4 + [False] * 4
+    scene = {"ranks_per_node": 2, "precision": "16-true"}
+    whole, ranks = local(four_ranks, 1, **scene), local(four_ranks, 2, {"from_step": 2}, **scene)
+    for pair in zip(whole, ranks, strict=True):
+        assert [torch.equal(*each) for each in zip(*map(values, pair), strict=True)] == [True] * 2 + [False] * 2
 
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -234,47 +217,10 @@ def test_the_mean_is_validated_and_so_is_a_moving_average_of_it(four_ranks):
         assert len(found) == 2
 
 
-def sent_so_far(trainer, module, *args):
-    return trainer.strategy.comm_trace.total()
-
-
-def sent_by(ranks, every, options=None):
-    """Bytes that the busiest node sends to others, and steps, while it trains."""
-    between_nodes = LocalSteps(every=every, **options) if options is not None else Mean()
-    scene = {"between_nodes": between_nodes, "ranks_per_node": 2, "comm": Comm(tune="off"), "max_epochs": 4}
-    sent = fit(ranks, Toy, callbacks=[at(on_train_batch_end=sent_so_far)], **scene)[0].looks["on_train_batch_end"][-1]
-    return sent.bytes_across, sent.num_steps, sent.exposed_s
-
-
-def test_nodes_send_each_other_weights_and_momentum_once_in_so_many_steps(four_ranks):
-    """Eight steps of two ranks on a node: two periods of four. BatchNorm's statistics are two rows of four."""
-    whole, steps, _ = sent_by(four_ranks, 1)
-    num_blocks = -(-sum(one.numel() for one in Toy().parameters()) // 256)
-    for options, once in (
-        (OUTER, 2 * whole / 8),
-        ({"dtype": "bf16"}, whole / 8),
-        ({"dtype": "int4"}, 2 * num_blocks * (128 + 2)),
-    ):
-        part, local_steps, exposed_s = sent_by(four_ranks, 4, options)
-        assert local_steps == steps == 8
-        statistics = 2 * 8 * 4
-        assert part == pytest.approx(2 * once + statistics)
-        assert exposed_s > 0
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
-    [
-        ("32-true", "SGD", {}),
-        ("16-true", "Adam", OUTER),
-        ("bf16-true", "SGD", OUTER),
-        ("16-true", "SGD", {"dtype": "int4"}),
-        ("32-true", "Adam", {"dtype": "int4"} | OUTER),
-    ],
+    [("16-true", "Adam", OUTER), ("bf16-true", "SGD", {}), ("32-true", "Adam", {"dtype": "int4"} | OUTER)],
 )
 def test_a_run_resumed_within_a_period_has_the_bits_of_one_that_saved_there_too(
     two_ranks, tmp_path, precision, optimizer, options
@@ -298,12 +244,9 @@ def test_a_file_of_two_nodes_loads_under_ddp_and_on_another_number_of_nodes(two_
         assert same(final(seen), final(saved))
 
 
-# ---- overflow --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2, 3)])
-def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks, steps):
-    """Node 1 overflows in two of four steps, or all. It has no momentum yet when node 0 has; rates fall for both."""
+def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(two_ranks):
+    """Node 1 overflows in each of four steps. It has no momentum yet when node 0 has; rates fall for both."""
+    steps = (0, 1, 2, 3)
     module = {"optimizer": "Adam", "steps": steps}
     ranks = local(two_ranks, 3, precision="16-true", module=module, max_epochs=1)
     for seen in ranks:
@@ -316,35 +259,19 @@ def test_a_node_skips_its_own_steps_and_at_the_end_all_agree_on_scale_and_state(
         assert rates == pytest.approx([0.05 * 0.9**step for step in range(1, 5)])
 
 
-# ---- failures, warnings ----------------------------------------------------------------------------------------------
-
-
-def drift(trainer, module, *args):
-    if trainer.global_step == 2 and trainer.global_rank in (1, 3):
-        with torch.no_grad():
-            next(module.parameters()).view(-1)[0] += 1
-
-
 def die(trainer, module, *args):
     if trainer.global_step == 2 and trainer.global_rank == 1:
         raise ArithmeticError("the batch is odd")
 
 
-def error_in(look, ranks_per_node):
-    callbacks = [at(on_train_batch_end=look), ReplicaCheck(every_n_steps=1)]
-    error = local(None, 3, ranks_per_node=ranks_per_node, callbacks=callbacks, raises=True).error
+def error_of_a_death():
+    error = local(None, 3, callbacks=[at(on_train_batch_end=die)], raises=True).error
     dist.destroy_process_group()  # with what Lightning has begun in it; the next test gets another
     return error
 
 
-def test_a_rank_that_drifts_from_its_node_is_found_before_the_mean(four_ranks):
-    """In both nodes, which find it by themselves."""
-    words = "ReplicaDriftError: The ranks no longer hold the same model; they parted between steps 1"
-    assert all(error.startswith(words) for error in four_ranks.run(error_in, drift, 2))
-
-
 def test_an_error_on_one_node_within_a_period_ends_the_other_and_names_the_rank(two_ranks):
-    first, second = two_ranks.run(error_in, die, 1)
+    first, second = two_ranks.run(error_of_a_death)
     assert second.startswith("ArithmeticError: the batch is odd")
     assert "comm: rank 1 gave up: ArithmeticError: the batch is odd" in first
 

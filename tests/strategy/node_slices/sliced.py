@@ -1,7 +1,5 @@
 """A network whose last layers may be cut over the ranks of a node, and its fits with and without."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
@@ -100,7 +98,6 @@ def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, speci
 
 
 def whole_and_cut(ranks, *args, **scene):
-    """Pairs of what was seen without slices and with, by rank."""
     return list(zip(*(fit(ranks, *args, is_cut, **scene) for is_cut in (False, True)), strict=True))
 
 

@@ -1,7 +1,5 @@
 """A module with parameters of many sizes, and its fits with and without the update shared within a node."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import patch
 

@@ -1,16 +1,12 @@
 """Callbacks where the ranks of a node share the update: averages, the check of replicas, metrics, outside writes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck, TrainingMetrics
-from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from tests.scenes import Saves, at, same, this_rank
 from tests.strategy.shard_update.shared import assert_same, batches, fit, sgd, weights_of
 
@@ -18,7 +14,6 @@ LONG = pytest.mark.long
 
 
 def averages(ranks, shard_update, ema, path):
-    """Weights after the fit, what validation saw, and the weights in a file."""
     callbacks = [at(on_validation_epoch_end=weights_of), partial(ema, decay=0.75), Saves(path, epoch=1)]
     scene = {"num": 2, "val": partial(batches, 1), "num_sanity_val_steps": 0, "max_epochs": 2, "callbacks": callbacks}
     seen = fit(ranks, sgd, "16-true", shard_update, **scene)
@@ -35,7 +30,6 @@ def test_averages_of_parts_are_those_of_whole_masters(two_ranks, ema, tmp_path):
 
 @torch.no_grad()
 def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
-    """On one rank, change what it has of the largest tensor."""
     if batch_idx == 0 and this_rank() == rank:
         weight = module.weights[6]
         if what == "master":
@@ -64,20 +58,6 @@ def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(four_ran
         assert kind in error
         assert "`weights.6` on rank 3 (host " in error
         assert "is not that of rank 1 (host " in error
-
-
-def large(module, kind):
-    return kind([weight for weight in module.weights if weight.numel() > 1], lr=0.1, weight_decay=1e-3, fused=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [LARS, LAMB])
-def test_trust_ratios_that_are_logged_are_those_of_whole_tensors(two_ranks, kind):
-    scene = {"log_every_n_steps": 1, "callbacks": [partial(TrainingMetrics, skip_steps=0)]}
-    of_both = (fit(two_ranks, partial(large, kind=kind), "16-true", each, **scene)[0] for each in ("off", "node"))
-    whole, shared = ([v for name in m.trust_ratios_of_group(0) for v in seen.column(name).values()] for seen in of_both)
-    assert len(whole) == 12
-    assert shared == pytest.approx(whole, rel=1e-3)  # of masters here, of their half-precision copies there
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """What `shard_update` refuses, before training and by name; faults in its exchanges: the same error on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 
@@ -23,7 +21,6 @@ def save_nowhere(trainer, *args):
 
 
 def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
-    """Rank 1 raises in this exchange when it comes there for the `at_call`-th time; the error of a fit."""
     (before,) = stages.NODE_STAGES[exchange]
     calls = []
 

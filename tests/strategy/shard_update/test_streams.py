@@ -1,7 +1,5 @@
 """Gradients averaged for their owners alone, as CUDA carries them: on streams and events that only record."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +13,6 @@ from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world  # n
 
 
 def bucket_of(parameters, buffer):
-    """As DistributedDataParallel's."""
     gradients = [
         row.view_as(p) for row, p in zip(buffer.split([p.numel() for p in parameters]), parameters, strict=True)
     ]

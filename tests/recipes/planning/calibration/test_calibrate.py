@@ -124,45 +124,34 @@ def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_n
             )
 
 
-@pytest.mark.long
-def test_flows_that_carry_more_than_one_make_the_link():
-    truth = gloo_cluster(2, 4)
-    world = world_of(truth)
-    found = calibrate(planted(truth, world, flow_gain=1.6), world)
-    assert found.cluster.across.bytes_per_s == pytest.approx(1.6 * truth.across.bytes_per_s, rel=0.05)
-    assert "one flow does not fill a node's link" in " ".join(found.notes)
-    once = calibrate(planted(truth, world, flow_gain=1.05), world)
-    assert once.cluster.across.bytes_per_s == pytest.approx(truth.across.bytes_per_s, rel=0.05)
-
-
-def test_an_algorithm_that_the_model_gets_wrong_gets_a_factor():
-    """All large sums of one algorithm take 1.5 times what the model says; the model cannot explain that by links."""
-    truth = gloo_cluster(2, 2, mbit_per_s=100.0)
-    world = world_of(truth)
-    slow = {
-        ("two_level", size): 1.5 * predicted_all_reduce_s(truth, "two_level", size, world)
-        for size in (2 * MIB, 4 * MIB)
-    }
-    found = calibrate(planted(truth, world, sums_s=slow), world)
-    for size in (2 * MIB, 8 * MIB):
-        told_s = predicted_all_reduce_s(found.cluster, "two_level", size, world)
-        assert told_s == pytest.approx(1.5 * predicted_all_reduce_s(truth, "two_level", size, world), rel=0.1)
-
-
-def test_rates_of_codecs_are_found_and_what_their_sums_take_beyond_the_model():
-    """Sums of 4 MiB in 8 bits take 1.4 times what the model says; links and software are fitted to the others."""
+def test_what_the_model_gets_wrong_is_kept_by_the_bytes_of_a_sum_and_of_a_codec_whose_rate_is_found():
+    """Sums of 2 and 4 MiB of one algorithm take 1.5 times what the model says, which links cannot explain, and those of
+    4 MiB in 8 bits 1.4 times; links and software are fitted to sums that go through no codec. Mutation: one ratio."""
     truth = replace(gloo_cluster(2, 2, mbit_per_s=100.0), codec=CodecRates(int8_bytes_per_s=2e9, int4_bytes_per_s=1e9))
     world = world_of(truth)
-    slow_s = {("two_level_int8", 4 * MIB): 1.4 * predicted_all_reduce_s(truth, "two_level_int8", 4 * MIB, world)}
-    plain, slow = (calibrate(planted(truth, world, sums_s=sums_s), world).cluster for sums_s in (None, slow_s))
+
+    def slow_s(name, size, factor):
+        return {(name, size): factor * predicted_all_reduce_s(truth, name, size, world)}
+
+    slow = slow_s("two_level", 2 * MIB, 1.5) | slow_s("two_level", 4 * MIB, 1.5)
+    plain, coded = (
+        calibrate(planted(truth, world, sums_s=slow | more), world).cluster
+        for more in ({}, slow_s("two_level_int8", 4 * MIB, 1.4))
+    )
+    assert plain.measured_nodes == 2
+    for size, factor in ((2 * MIB, 1.5), (4 * MIB, 1.5), (8 * MIB, 1.0)):
+        expected = slow_s("two_level", size, factor)["two_level", size]
+        assert predicted_all_reduce_s(plain, "two_level", size, world) == pytest.approx(expected, rel=0.03)
     assert plain.codec.is_measured
     assert plain.codec.int8_bytes_per_s == pytest.approx(2e9, rel=0.03)  # medians of nine with 2 % of noise
     assert plain.codec.int4_bytes_per_s == pytest.approx(1e9, rel=0.03)
-    assert slow.transport == plain.transport
-    assert slow.factors["two_level_int8"] == pytest.approx(1.4 * plain.factors["two_level_int8"], rel=0.05)
-    assert slow.factors["two_level_int4"] == plain.factors["two_level_int4"]
+    assert coded.transport == plain.transport
+    slower = 1.4 * plain.curves["two_level_int8"][4 * MIB]
+    assert coded.curves["two_level_int8"][4 * MIB] == pytest.approx(slower, rel=0.05)
+    assert coded.curves["two_level_int4"] == plain.curves["two_level_int4"]
 
 
+@pytest.mark.long
 def test_sums_that_do_not_fit_are_told():
     truth = gloo_cluster(2, 2)
     world = world_of(truth)
@@ -173,13 +162,6 @@ def test_sums_that_do_not_fit_are_told():
             times_s[:] = [times_s[0] * generator.choice([0.4, 1.0, 2.5])] * 9
     found = calibrate(samples, world)
     assert "sums are predicted badly" in " ".join(found.notes)
-
-
-def test_one_node_says_that_nothing_between_nodes_is_known():
-    truth = gloo_cluster(1, 4)
-    found = calibrate(planted(truth, world_of(truth)), world_of(truth))
-    assert found.across is None
-    assert "links between nodes were not measured" in " ".join(found.notes)
 
 
 def test_on_gpus_the_launch_is_what_software_adds():
@@ -216,6 +198,7 @@ def measured_on_rank(limit_s, ranks_per_node):
     return measure(asked, topology, torch.device("cpu"))
 
 
+@pytest.mark.long
 def test_every_kind_is_timed_and_all_ranks_know_the_same(four_ranks):
     first, *others = four_ranks.run(measured_on_rank, 60.0, 2)
     assert all(other == first for other in others)

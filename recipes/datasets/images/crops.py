@@ -1,0 +1,202 @@
+"""The crop of an image that the network sees: random in training, the centre in evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recipes.datasets.images.decode import Pixels
+
+NUM_TRIES = 10  # as published, before the centre crop of last resort
+NUM_DRAWS = 3 + 2 * NUM_TRIES
+
+
+class Box(NamedTuple):
+    """A rectangle of whole pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class Frame(NamedTuple):
+    """The steps from an image to a square.
+
+    `box` is cut out and resized to `height` x `width`; from that the square is cut at `top`, `left`, and flipped.
+    """
+
+    box: Box
+    height: int
+    width: int
+    top: int
+    left: int
+    flip: bool
+
+
+def draws_of(*, seed: int, epoch: int, image: int) -> NDArray[np.float64]:
+    """Draw the random numbers of one image in one epoch: uniform in [0, 1), the same on any rank and in any order.
+
+    A counter-based generator (Philox, Salmon et al. 2011): its key is (seed, epoch), its counter the image.
+
+    >>> float(draws_of(seed=0, epoch=1, image=2)[0]) == float(draws_of(seed=0, epoch=1, image=2)[0])
+    True
+    """
+    # No state: a resumed run, or another rank, draws the same without drawing what came before.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    counter = np.array([0, image, 0, 0], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(NUM_DRAWS)
+
+
+def random_box(
+    height: int,
+    width: int,
+    draws: Sequence[float] | NDArray[np.float64],
+    *,
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+) -> Box:
+    """Choose a box of random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842; sequence as in torchvision).
+
+        try k:  area_k   = height * width * uniform(area)                 draw 3 + 2k
+                aspect_k = exp(uniform(log aspect))                       draw 4 + 2k
+                box      = round(sqrt(area_k / aspect_k)) x round(sqrt(area_k * aspect_k))
+
+    The first of 10 tries that fits is placed uniformly (draws 0: top, 1: left). If none does: the centre, as large as
+    fits, its aspect ratio brought into the range. Draw 2 is the flip's.
+
+    Args:
+        height: Height of the image.
+        width: Width of the image.
+        draws: `NUM_DRAWS` numbers, uniform in [0, 1).
+        area: Least and largest area, as fractions of the image's.
+        aspect: Least and largest width / height.
+
+    >>> random_box(100, 200, [0.5] * 23, area=(0.25, 0.25), aspect=(1.0, 1.0))
+    Box(top=15, left=65, height=71, width=71)
+    >>> random_box(10, 200, [0.5] * 23, area=(1.0, 1.0), aspect=(0.75, 1.25))
+    Box(top=0, left=94, height=10, width=12)
+    """
+    # Uniform in the logarithm: 4:3 is as likely as 3:4.
+    log_least, log_most = math.log(aspect[0]), math.log(aspect[1])
+    for k in range(3, NUM_DRAWS, 2):
+        pixels = height * width * (area[0] + (area[1] - area[0]) * draws[k])
+        ratio = math.exp(log_least + (log_most - log_least) * draws[k + 1])
+        box_width, box_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            # + 1: the last place is as likely as the others. A draw is below 1, so that int() stays inside.
+            top, left = int(draws[0] * (height - box_height + 1)), int(draws[1] * (width - box_width + 1))
+            return Box(top, left, box_height, box_width)
+    box_width, box_height = width, height
+    if width / height < aspect[0]:
+        box_height = round(width / aspect[0])
+    elif width / height > aspect[1]:
+        box_width = round(height * aspect[1])
+    return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def resized(pixels: Pixels, *, height: int, width: int) -> Tensor:
+    """Resize bilinearly with antialiasing, in uint8, within one grey level of Pillow: `"1 3 height width"`."""
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # strides of channels_last, which the result has too
+    return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
+
+
+def render_crop(pixels: Pixels, row: Tensor, frame: Frame) -> None:
+    """Fill `row`, uint8 `"3 image_size image_size"`, with the crop `frame` of `pixels`."""
+    top, left, height, width = frame.box
+    size = row.shape[-1]
+    # First cut, then resize, as torchvision's `resized_crop`.
+    crop = resized(pixels[top : top + height, left : left + width], height=frame.height, width=frame.width)
+    crop = crop[0, :, frame.top : frame.top + size, frame.left : frame.left + size]
+    row.copy_(crop.flip(-1) if frame.flip else crop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCrop:
+    """The random resized crop of training, flipped half of the time: a function of (seed, epoch, image).
+
+    Raises:
+        ValueError: A range is empty or out of bounds.
+    """
+
+    image_size: int
+    seed: int
+    area: tuple[float, float] = (0.08, 1.0)
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.area[0] <= self.area[1] <= 1:
+            raise ValueError(
+                f"`area` (={list(self.area)}) must be two fractions of an image's area, the lesser first: ImageNet's "
+                "usual is data.area=[0.08,1.0]."
+            )
+        if not 0 < self.aspect[0] <= self.aspect[1]:
+            raise ValueError(
+                f"`aspect` (={list(self.aspect)}) must be two ratios of width to height, the lesser first: ImageNet's "
+                "usual is data.aspect=[0.75,1.3333333333333333]."
+            )
+
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Choose the crop of an image of `height` x `width` pixels."""
+        draws = draws_of(seed=self.seed, epoch=epoch, image=image)
+        box = random_box(height, width, draws, area=self.area, aspect=self.aspect)
+        # Drawn whether it is used or not, so that `flip` changes no crop.
+        is_flipped = self.flip and bool(draws[2] < 0.5)
+        return Frame(box, self.image_size, self.image_size, top=0, left=0, flip=is_flipped)
+
+
+# Evaluation resizes no image longer than this times its short side. Our choice: far beyond any photograph.
+MAX_ASPECT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCrop:
+    """The crop of evaluation: the short side resized to `eval_resize`, then the centre (as in torchvision).
+
+    Raises:
+        ValueError: The crop is larger than the resized image.
+    """
+
+    image_size: int
+    eval_resize: int
+
+    def __post_init__(self) -> None:
+        if self.eval_resize < self.image_size:
+            raise ValueError(
+                f"`eval_resize` (={self.eval_resize}) must be at least `image_size` (={self.image_size}): the centre "
+                f"is cut out of the resized image. Set data.eval_resize={round(self.image_size / 0.875)}."
+            )
+
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Choose the crop of an image of `height` x `width` pixels; the same in every epoch."""
+        whole = _middle(height, width)
+        height, width = short_side_resized(whole.height, whole.width, short_side=self.eval_resize)
+        # round(), not //, as torchvision's CenterCrop.
+        top, left = round((height - self.image_size) / 2), round((width - self.image_size) / 2)
+        return Frame(whole, height, width, top=top, left=left, flip=False)
+
+
+def _middle(height: int, width: int) -> Box:
+    # A longer image would take gigabytes after resizing.
+    most = MAX_ASPECT * min(height, width)
+    return Box(max(0, (height - most) // 2), max(0, (width - most) // 2), min(height, most), min(width, most))
+
+
+def short_side_resized(height: int, width: int, *, short_side: int) -> tuple[int, int]:
+    """Scale height and width so that the shorter is `short_side`; round the longer down, as in torchvision.
+
+    >>> short_side_resized(375, 500, short_side=256)
+    (256, 341)
+    """
+    if height <= width:
+        return short_side, short_side * width // height
+    return short_side * height // width, short_side

@@ -1,0 +1,125 @@
+"""The base of data modules of large images: loaders for any number of ranks, and normalisation on the device."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.data.batch_counters import share_of
+from lightning_hybrid.data.order import Batch, EpochOrder
+from recipes.datasets.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.normalize import NormalizeOnDevice
+from recipes.datasets.images.source import RowSource
+
+
+class ImageDataModule(pl.LightningDataModule, ABC):
+    """A data module over `train_rows` and `eval_rows`, which `setup` of a subclass provides.
+
+    Batches leave the loader as uint8. On the device `DevicePrefetcher` normalises them, else `on_after_batch_transfer`.
+
+    Args:
+        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
+        seed: Seed of the order of images and of augmentation. Every rank must have the same.
+        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
+        num_threads: Threads that decode, for each rank; None: its share of the machine's cores.
+        num_batches_ahead: Batches that are made while the consumer works.
+        mean: Mean grey levels of red, green and blue, as fractions of 255.
+        std: Standard deviations of these grey levels, as fractions of 255.
+    """
+
+    train_rows: RowSource
+    eval_rows: RowSource
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        eval_batch_size_per_rank: int,
+        num_threads: int | None,
+        num_batches_ahead: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("global_batch_size", global_batch_size, 1),
+            ("seed", seed, 0),
+            ("eval_batch_size_per_rank", eval_batch_size_per_rank, 1),
+            ("num_threads", num_threads or 0, 0),
+            ("num_batches_ahead", num_batches_ahead, 1),
+        ):
+            require_whole(name, value, f"no batch could be made. Set data.{name}={least} or more", least=least)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.eval_batch_size_per_rank = eval_batch_size_per_rank
+        self.num_threads = num_threads
+        self.num_batches_ahead = num_batches_ahead
+        self.on_device = NormalizeOnDevice(mean=mean, std=std)
+
+    @abstractmethod
+    def setup(self, stage: str) -> None:
+        """Provide `train_rows` and `eval_rows`, on every rank."""
+
+    def _num_threads(self) -> int:
+        return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
+
+    def _filler(self) -> BatchFiller:
+        trainer = self.trainer
+        return DecodeThreads(
+            num_threads=self._num_threads(),
+            num_batches_ahead=self.num_batches_ahead,
+            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+        )
+
+    def train_dataloader(self) -> ImageTrainLoader:
+        """Make the loader of this rank; Lightning sets its epoch."""
+        trainer = self.trainer
+        order = EpochOrder(
+            num_images=self.train_rows.num_images,
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            **share_of(trainer),
+            accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
+        )
+        return ImageTrainLoader(
+            self.train_rows, order, filler=self._filler(), on_device=self.on_device, trainer=trainer
+        )
+
+    def val_dataloader(self) -> ImageEvalLoader:
+        """Make the loader of this rank's share of the validation images, each of which comes once."""
+        return ImageEvalLoader(
+            self.eval_rows,
+            **share_of(self.trainer),
+            batch_size_per_rank=self.eval_batch_size_per_rank,
+            filler=self._filler(),
+            on_device=self.on_device,
+        )
+
+    def test_dataloader(self) -> ImageEvalLoader:
+        """Return the validation images: ImageNet's test labels are not public; published accuracies are on these."""
+        return self.val_dataloader()
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Normalise, and cast to the precision's input dtype, under a strategy without prefetcher."""
+        # Images that a `DevicePrefetcher` has normalised are not uint8 any more, and stay as they are.
+        normalised = self.on_device(batch)
+        if normalised is batch or self.trainer is None:
+            return normalised
+        converted: Batch = self.trainer.precision_plugin.convert_input(normalised)
+        return converted
+
+
+def share_of_cores(num_ranks: int) -> int:
+    """Count the threads for one of `num_ranks` processes on this machine: its share of the usable cores, at least 1.
+
+    >>> share_of_cores(10**6)
+    1
+    """
+    # The usable cores: a container or a job scheduler may give a process fewer than the machine has.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)

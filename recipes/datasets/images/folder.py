@@ -1,0 +1,173 @@
+"""ImageNet as it is unpacked: a folder per split with a folder per class with image files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.datasets.images.source import ImageSource
+
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")
+MAX_NAMED = 3  # in an error
+
+
+class ImageFolder(ImageSource):
+    """The images of `folder/<class>/<name>.JPEG` (or .jpg, .png); classes are numbered in order of their names.
+
+    Other files and hidden files are ignored.
+
+    Raises:
+        ValueError: Images lie outside of class folders, archives are packed, or a class folder is empty or missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.classes = class_folders(folder)
+        names: list[bytes] = []
+        labels, empty = [], []
+        for label, name in enumerate(self.classes):
+            files = sorted(file for file in os.listdir(folder / name) if _is_image(file))
+            if not files:
+                empty.append(name)
+            names.extend(os.fsencode(file) for file in files)
+            labels.append(np.full(len(files), label, dtype=np.int64))
+        if empty:
+            raise ValueError(
+                f"`root` (={folder.parent}) must have images in each class folder: {folder.name}/ has none in "
+                f"{_some(empty)}. Unpack them again, or remove the empty folders."
+            )
+        self.labels = np.concatenate(labels)
+        # Bytes in one array, 20 per image: a million Python strings would be several times as much, in every process.
+        self._names: NDArray[np.bytes_] = np.array(names)
+
+    def read(self, index: int) -> bytes:
+        """Read the image file."""
+        with open(self.name(index), "rb", buffering=0) as file:
+            return file.read()
+
+    def name(self, index: int) -> str:
+        """Return the path of the file."""
+        return f"{self.folder}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of a split's classes, those of its folders, in the order in which they are numbered.
+
+    Raises:
+        ValueError: Images lie outside of class folders, archives are packed, or there is no class folder.
+    """
+    folders, loose, archives = _entries(folder)
+    packed = [name for name in archives if name.split(".")[0] not in folders]
+    if packed:
+        raise ValueError(
+            f"`root` (={folder.parent}) must be unpacked: {folder.name}/ holds {_some(packed)}. Unpack each into "
+            "a folder of its own name."
+        )
+    if loose:
+        raise ValueError(
+            f"`root` (={folder.parent}) must have each image in the folder of its class: {folder.name}/ holds "
+            f"{_some(loose)}, which says nothing about what it shows. Move them into {folder.name}/<class>/, as "
+            "the well-known valprep.sh does for ImageNet's validation images."
+        )
+    if not folders:
+        raise ValueError(
+            f"`root` (={folder.parent}) must have a folder per class: {folder.name}/ has none. ImageNet has 1,000, "
+            f"such as {folder.name}/n01440764/."
+        )
+    return tuple(folders)
+
+
+def num_images_up_to(folder: Path, most: int) -> int:
+    """Count the images of a split, but no further than `most`: of a large set only some folders are read."""
+    found = 0
+    for name in class_folders(folder):
+        found += sum(map(_is_image, os.listdir(folder / name)))
+        if found >= most:
+            return most
+    return found
+
+
+def check_root(root: Path, splits: Sequence[str] = ("train", "val"), *, key: str = "data.root") -> None:
+    """Refuse a root without its splits, and say what is there instead; `key` is what the cure names.
+
+    Raises:
+        ValueError: There is no such folder, or a split is missing.
+    """
+    if not root.is_dir():
+        raise ValueError(
+            f"`root` (={root}) must be a folder that holds {' and '.join(f'{split}/' for split in splits)}: there is "
+            f"no such folder. Set {key}=..."
+        )
+    missing = [split for split in splits if not (root / split).is_dir()]
+    if missing:
+        archives = _entries(root)[2]
+        found = f"; {_some(archives)} is to be unpacked first" if archives else ""
+        above = f"Set {key} to the folder above {' and '.join(f'{split}/' for split in splits)}"
+        if missing == ["val"]:
+            above = "Move some images of each class, say a tenth, from train/<class>/ to val/<class>/"
+        raise ValueError(
+            f"`root` (={root}) must hold {' and '.join(f'{split}/' for split in splits)}: {missing[0]}/ is missing"
+            f"{found}. {above}."
+        )
+
+
+def check_same_classes(root: Path, train: Sequence[str], val: Sequence[str], *, num_classes: int) -> None:
+    """Refuse a set whose labels would mean one thing in training and another in validation, or nothing to the network.
+
+    Raises:
+        ValueError: The class folders differ, or are not `num_classes`.
+
+    >>> check_same_classes(Path("data"), ["cat", "dog"], ["cat", "cow"], num_classes=2)
+    Traceback (most recent call last):
+        ...
+    ValueError: `root` (=data) must have the same classes in train/ and val/: dog only in train/; cow only in val/. \
+Labels are numbered in order of the class names, so the accuracy would mean nothing. Complete the set.
+    """
+    only = [(sorted({*one} - {*other}), name) for one, other, name in ((train, val, "train"), (val, train, "val"))]
+    if tuple(train) != tuple(val):
+        found = "; ".join(f"{_some(names)} only in {split}/" for names, split in only if names)
+        raise ValueError(
+            f"`root` (={root}) must have the same classes in train/ and val/: {found}. Labels are numbered in order of "
+            "the class names, so the accuracy would mean nothing. Complete the set."
+        )
+    if len(train) != num_classes:
+        raise ValueError(
+            f"`num_classes` (={num_classes}) must be the number of classes in `root` (={root}): there are "
+            f"{len(train)}. Set model.num_classes={len(train)}, or complete the set; for images of your own, "
+            "data=images model=resnet50 counts them."
+        )
+
+
+def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    # Sorted: the numbers of the classes follow from the order.
+    folders, images, archives = [], [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif _is_image(entry.name):
+                images.append(entry.name)
+            elif entry.name.lower().endswith(ARCHIVE_SUFFIXES):
+                archives.append(entry.name)
+    return sorted(folders), sorted(images), sorted(archives)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Join the first few of many names.
+
+    >>> _some(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + rest

@@ -1,0 +1,116 @@
+"""Loaders of images that are read and decoded on demand, a bounded number of batches ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoader, eval_shares
+from recipes.datasets.images.decode_threads import ThreadedBatches
+from recipes.datasets.images.host_buffers import HostBuffers
+from recipes.datasets.images.source import RowSource
+
+
+class BatchFiller(Protocol):
+    """The decoding part of a loader: `DecodeThreads`, or a decoder of whole batches."""
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches on the host are page-locked."""
+
+    def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
+        """Yield batches of the images in `shares`, in their order; threads end with the generator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeThreads:
+    """A `BatchFiller` of threads on the CPU. Its settings have no influence on the batches.
+
+    Args:
+        num_threads: Threads that fill batches, next to the consumer's.
+        num_batches_ahead: Batches that are filled while the consumer works.
+        pin_memory: Use page-locked memory, from which copies to a GPU run during its work.
+    """
+
+    num_threads: int
+    num_batches_ahead: int = 2
+    pin_memory: bool = False
+
+    def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
+        """Yield batches of the images in `shares`; the threads end with the generator."""
+        batches = ThreadedBatches(
+            shares,
+            partial(rows.load, epoch=epoch),
+            buffers.take,
+            num_threads=self.num_threads,
+            num_batches_ahead=self.num_batches_ahead,
+        )
+        try:
+            yield from batches
+        finally:
+            batches.close()
+
+
+class ImageTrainLoader(ResumableLoader):
+    """One rank's share of shuffled epochs, resumable after any batch: order and state are `ResumableLoader`'s.
+
+    `on_device(batch)` is the rest of the work, on the device: `DevicePrefetcher` and the data modules call it.
+
+    Yields:
+        `(images, labels)`: images uint8 `"batch 3 image_size image_size"`, channels_last; labels int64 `"batch"`.
+    """
+
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+
+    def __init__(
+        self,
+        rows: RowSource,
+        order: EpochOrder,
+        *,
+        filler: BatchFiller,
+        on_device: Callable[[Batch], Batch],
+        trainer: pl.Trainer | None = None,
+    ) -> None:
+        super().__init__(order, trainer=trainer)
+        self.rows, self.filler, self.on_device = rows, filler, on_device
+        self._buffers = HostBuffers(
+            max_images=order.batch_size_per_rank, image_size=rows.image_size, pin_memory=filler.pin_memory
+        )
+
+    def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[Batch]:
+        return self.filler.fill(shares, self.rows, self._buffers, epoch=epoch)
+
+
+class ImageEvalLoader:
+    """One rank's share of an image set in which every image comes exactly once over all ranks: see `eval_shares`."""
+
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+
+    def __init__(
+        self,
+        rows: RowSource,
+        *,
+        world_size: int,
+        rank: int,
+        batch_size_per_rank: int,
+        filler: BatchFiller,
+        on_device: Callable[[Batch], Batch],
+    ) -> None:
+        self.rows, self.filler, self.on_device = rows, filler, on_device
+        self.shares = eval_shares(
+            num_images=rows.num_images, world_size=world_size, rank=rank, batch_size_per_rank=batch_size_per_rank
+        )
+        self._buffers = HostBuffers(
+            max_images=max(map(len, self.shares)), image_size=rows.image_size, pin_memory=filler.pin_memory
+        )
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.filler.fill(iter(self.shares), self.rows, self._buffers, epoch=0)

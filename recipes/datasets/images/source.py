@@ -1,0 +1,123 @@
+"""Sources of images, as bytes and labels by index, and how images, also broken ones, become rows of a batch."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recipes.datasets.images.crops import Frame, render_crop
+from recipes.datasets.images.decode import CorruptImageError, decode_rgb
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class ImageSource(ABC):
+    """Stored images and their labels; several threads read at once."""
+
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]  # into `classes`
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, index: int) -> bytes:
+        """Read the image file.
+
+        Raises:
+            OSError: It cannot be read.
+            CorruptImageError: It differs from what was stored.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return a name of the image for messages, such as its path."""
+
+
+class Crop(Protocol):
+    """The choice of the part of an image that the network sees; see `recipes.datasets.images.crops`."""
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the row."""
+
+    def frame(self, height: int, width: int, *, image: int, epoch: int) -> Frame:
+        """Choose the crop of an image of `height` x `width` pixels."""
+
+
+class RowSource(ABC):
+    """Images that can be put into a row of a batch, by several threads at once."""
+
+    num_images: int
+    image_size: int
+
+    @abstractmethod
+    def load(self, index: int, row: Tensor, *, epoch: int) -> int:
+        """Fill `row`, uint8 `"3 image_size image_size"`, with an image as `epoch` shows it, and return its label."""
+
+
+class DecodedImages(RowSource):
+    """Images of a source, decoded and cropped.
+
+    An image that cannot be read or decoded does not stop the run: the next one of the set that can be read replaces it,
+    with its own label and the crop of the broken one. Each broken image is logged once and counted on the rank that met
+    it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load` or `find`.
+    """
+
+    def __init__(self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int) -> None:
+        if max_corrupt_images < 0:
+            raise ValueError(
+                f"`max_corrupt_images` (={max_corrupt_images}) must not be negative: it counts images. Set "
+                "data.max_corrupt_images=0 to end the run at the first."
+            )
+        self.source, self.crop, self.decoder = source, crop, decoder
+        self.num_images, self.image_size = len(source), crop.image_size
+        self.max_corrupt_images = max_corrupt_images
+        self.corrupt: dict[int, str] = {}
+
+    def load(self, index: int, row: Tensor, *, epoch: int) -> int:
+        """Decode and crop an image; see `RowSource`."""
+        pixels, label = self.find(index, partial(decode_rgb, decoder=self.decoder))
+        render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
+        return label
+
+    def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
+        """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
+        # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
+        for step in range(self.num_images):
+            candidate = (index + step) % self.num_images
+            if candidate in self.corrupt:  # known already: it is neither read nor counted twice
+                continue
+            try:
+                found = decode(self.source.read(candidate))
+            except (CorruptImageError, OSError) as error:
+                self._count(candidate, error)
+                continue
+            return found, int(self.source.labels[candidate])
+        raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
+
+    def _count(self, index: int, error: Exception) -> None:
+        name = self.source.name(index)
+        # setdefault is one operation under Python's lock: of several threads exactly one counts.
+        if self.corrupt.setdefault(index, name) is not name:  # another thread met it as well
+            return
+        num_corrupt = len(self.corrupt)
+        if num_corrupt > self.max_corrupt_images:
+            raise CorruptImageError(
+                f"`max_corrupt_images` (={self.max_corrupt_images}) must be at least the number of images that cannot "
+                f"be read: this rank met {num_corrupt}, the last {name} ({error}). Repair the set, or set "
+                f"data.max_corrupt_images to how many may be replaced by other images."
+            ) from error
+        log.warning(
+            "%s cannot be read (%s): the next image that can stands in for it (%d of at most %d on this rank)",
+            *(name, error, num_corrupt, self.max_corrupt_images),
+        )

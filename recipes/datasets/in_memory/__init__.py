@@ -1,0 +1,1 @@
+"""Image sets that fit in memory: loader and base of data modules."""

@@ -1,0 +1,92 @@
+"""The base of data modules whose image sets fit in memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import lightning.pytorch as pl
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.data.batch_counters import share_of
+from recipes.datasets.in_memory.loader import EvalLoader, ImageSet, Normalize, TrainLoader
+
+
+class InMemoryDataModule(pl.LightningDataModule):
+    """A data module of three image sets in memory, for any number of ranks; a subclass provides them.
+
+    Args:
+        global_batch_size: Images per optimizer step, over all ranks and accumulation rounds.
+        seed: Seed of the order of images and of augmentation. Every rank must have the same.
+        shift_pixels: Training images move by up to this many pixels, each in its own direction; 0 = off.
+        eval_batch_size_per_rank: Images per batch of one rank in validation and test; no influence on results.
+
+    Raises:
+        ValueError: An argument breaks its rule, or `global_batch_size` does not divide or exceeds the set.
+    """
+
+    num_train: int
+    num_classes: int
+    image_shape: tuple[int, int, int]  # "channels height width"
+
+    def __init__(
+        self, *, global_batch_size: int, seed: int, shift_pixels: int = 1, eval_batch_size_per_rank: int = 128
+    ) -> None:
+        super().__init__()
+        require_whole("global_batch_size", global_batch_size, "a step takes images. Set global_batch_size=1 or more")
+        require_whole("seed", seed, "NumPy's generators take no other. Set data.seed=0", least=0)
+        if global_batch_size > self.num_train:
+            raise ValueError(
+                f"`global_batch_size` (={global_batch_size}) must be at most the number of training images "
+                f"(={self.num_train}): an epoch would have no step. Set global_batch_size={self.num_train} or less."
+            )
+        if not 0 <= shift_pixels < self.image_shape[1]:
+            raise ValueError(
+                f"`shift_pixels` (={shift_pixels}) must be from 0 to less than the {self.image_shape[1]} pixels of an "
+                "image: beyond that nothing is left of it. Set data.shift_pixels=1."
+            )
+        why = "it counts images. Set data.eval_batch_size_per_rank=128"
+        require_whole("eval_batch_size_per_rank", eval_batch_size_per_rank, why)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.shift_pixels = shift_pixels
+        self.eval_batch_size_per_rank = eval_batch_size_per_rank
+
+    @abstractmethod
+    def load(self) -> dict[str, ImageSet]:
+        """Return the sets `train`, `val` and `test`, the same on every rank."""
+
+    def setup(self, stage: str) -> None:
+        """Load the sets, on every rank."""
+        self.image_sets = self.load()
+        # To the training images only: evaluation must not look at its own.
+        self.normalize = Normalize.fitted_to(self.image_sets["train"].images)
+
+    def train_dataloader(self) -> TrainLoader:
+        """Make the loader of this rank; Lightning sets its epoch."""
+        trainer = self.trainer
+        return TrainLoader(
+            self.image_sets["train"],
+            global_batch_size=self.global_batch_size,
+            accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
+            seed=self.seed,
+            shift_pixels=self.shift_pixels,
+            normalize=self.normalize,
+            trainer=trainer,
+            **share_of(self.trainer),
+        )
+
+    def _eval_loader(self, name: str) -> EvalLoader:
+        return EvalLoader(
+            self.image_sets[name],
+            batch_size_per_rank=self.eval_batch_size_per_rank,
+            normalize=self.normalize,
+            **share_of(self.trainer),
+        )
+
+    def val_dataloader(self) -> EvalLoader:
+        """Make the loader of this rank's share of the validation images."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> EvalLoader:
+        """Make the loader of this rank's share of the test images."""
+        return self._eval_loader("test")

@@ -1,0 +1,91 @@
+"""Floating-point operations per image, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_BATCH = 2  # BatchNorm refuses to train on one value per channel, which one image of one pixel is
+
+
+def forward_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
+    """Count the floating-point operations of one image's forward.
+
+        flops = 2 * multiply-adds of all convolutions and matrix products
+
+    Nothing is computed, and `model` stays as it is. Normalisation, activations, pooling and additions are not counted,
+    as is usual. Papers and torchvision often say FLOPs for multiply-adds, which is half of this.
+
+    Args:
+        model: A network for batches of images, on any device, in any dtype, in training or evaluation.
+        image_shape: Channels, height and width of one image.
+
+    Raises:
+        ValueError: `image_shape` holds anything but positive whole numbers.
+
+    >>> forward_flops_per_image(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 10)) == 2 * 8 * 3 * 3**2 * 10**2
+    True
+    """
+    return _flops(model, image_shape, backward=False)
+
+
+def training_flops_per_image(model: nn.Module, image_shape: Sequence[int]) -> int:
+    """Count the floating-point operations of one image's forward and backward; see `forward_flops_per_image`.
+
+        flops = forward + gradients of the weights + gradients of the activations = about 3 * forward
+
+    It is a little less than three times, as the images need no gradient. The second forward of activation checkpointing
+    is not counted (model FLOPs, not hardware FLOPs; Chowdhery et al. 2022, arXiv:2204.02311), nor is the optimizer.
+
+    >>> layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
+    >>> training_flops_per_image(layers, (3, 1, 1)) == 2 * (2 * 3 * 8 + 3 * 8 * 8)
+    True
+    """
+    return _flops(model, image_shape, backward=True)
+
+
+def _flops(model: nn.Module, image_shape: Sequence[int], *, backward: bool) -> int:
+    if not all(isinstance(size, int) and size > 0 for size in image_shape):
+        raise ValueError(
+            f"`image_shape` (={tuple(image_shape)}) must hold positive whole numbers: it is channels, height and "
+            "width of one image, without the batch."
+        )
+    from torch.utils.flop_counter import FlopCounterMode  # here: every network imports this module, and that Triton
+
+    tensors = {name: _shadow(tensor) for name, tensor in model.named_parameters()}
+    tensors |= {name: _shadow(tensor) for name, tensor in model.named_buffers()}
+    images = torch.empty(_BATCH, *image_shape, device="meta")
+    # functional_call puts the shadows in place of the model's own tensors, which stay where and what they are.
+    with torch.enable_grad(), _without_recomputation(model), FlopCounterMode(display=False) as counter:
+        logits = functional_call(model, tensors, (images,))
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops() // _BATCH
+
+
+def _shadow(tensor: Tensor) -> Tensor:
+    # A tensor of this shape without memory; fp32, so that a model of several dtypes needs no autocast.
+    if not tensor.is_floating_point():
+        # BatchNorm without momentum reads the value of its counter, which the meta device does not have.
+        is_counter = tensor.dim() == 0 and tensor.device.type == "cpu"
+        return tensor.clone() if is_counter else torch.empty_like(tensor, device="meta")
+    shadow = torch.empty_like(tensor, device="meta", dtype=torch.float32)
+    return shadow.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _without_recomputation(model: nn.Module) -> Iterator[None]:
+    # So that utilisation compares with and without checkpointing: the second forward is no useful work.
+    asked: list[Any] = [module for module in model.modules() if getattr(module, "checkpoint_activations", False)]
+    for module in asked:
+        module.checkpoint_activations = False
+    try:
+        yield
+    finally:
+        for module in asked:
+            module.checkpoint_activations = True

@@ -1,1 +1,0 @@
-"""Search for growth over thousands of steps: `python -m tests.evidence.endurance`."""
