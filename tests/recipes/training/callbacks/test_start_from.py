@@ -12,6 +12,7 @@ from tests.scenes import at
 
 START = "callbacks=[default,start_from] callbacks.start_from.path="
 SMALL = "model=alexnet_bn model.width=0.0625 trainer.max_steps=1 trainer.devices=1 trainer.limit_val_batches=0"
+AT_ONCE = "strategy.checkpoint_io.in_background=false"  # a checkpoint is read as soon as it is written
 
 
 def first_weights(trainer, module):
@@ -20,7 +21,7 @@ def first_weights(trainer, module):
 
 def begun(*overrides, ckpt_path=None, save_to=None):
     """What the weights were before the first step."""
-    words = [*QUIET, *NO_FILES, *SMALL.split(), "trainer.accelerator=cpu", *overrides]
+    words = [*QUIET, *NO_FILES, *SMALL.split(), AT_ONCE, "trainer.accelerator=cpu", *overrides]
     trainer, module, data = build(composed("train", *words))
     looks = at(on_train_start=first_weights)
     trainer.callbacks.append(looks)
