@@ -1,6 +1,4 @@
-"""Packing of an image set into shards: `python recipes/pack.py root=... out=...`; the same again resumes it."""
-
-from pathlib import Path
+"""Packing of images or text into shards: `python recipes/pack.py root=... out=...`; the same again resumes images."""
 
 import _path  # noqa: F401
 import hydra
@@ -8,17 +6,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from recipes.cli import config_check, launch
-from recipes.cli.ranges import Count
-from recipes.datasets.packing import Packing, check_packed
+from recipes.datasets.packing import Packing
+from recipes.datasets.text_packing import TextPacking
 
 launch.register_resolvers()
 
 KEYS = {
     "root": str,
     "out": str,
-    "short_side": Count | None,
     "check": bool,
-    "packing": Packing,
+    "packing": Packing | TextPacking,
     "run_dir": str,
 }
 
@@ -30,7 +27,7 @@ def main(cfg: DictConfig) -> None:
         config_check.check(cfg, KEYS)
         packing = instantiate(cfg.packing)
         if cfg.check:
-            check_packed(Path(packing.out), packing.splits)
+            packing.check()
             print(f"every shard in {packing.out} is what was packed", flush=True)
             return
         for packed in packing.run():

@@ -20,12 +20,13 @@ OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
 # and what is imported by another name than a distribution's, where it may not be installed.
 OTHERS = {"pytorch_lightning", "lightning_fabric", "strange_lightning"}
 NAMES = {"nvidia": "nvidia-dali-cuda130", "simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
+NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 
 
 DISTRIBUTIONS = packages_distributions()
 
 
-LOCKED = ("recipes", "report", "jpeg", "search", "tensorboard", "test", "dev", "docs")
+LOCKED = ("recipes", "report", "jpeg", "search", "tensorboard", "text", "test", "dev", "docs")
 
 
 def canonical(name: str) -> str:

@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_hybrid.data.batch_counters import goes_on_in_epoch, rewind_to_whole_steps, uncount_cut_epoch
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Any]  # inputs and targets
 Indices = NDArray[np.int64]
 
 

@@ -22,7 +22,7 @@ from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> list[dict[Tensor, Tensor]]:
     """Compute the trust ratio q of every tensor that has one, for each parameter group: `{parameter: q}`, q 0-dim.
 
-    q is that of the optimizer's docstring, before any `trust_clip`, for weights, gradients and moments as they are now:
+    q is that of the optimizer's docstring, before any bound on it, for weights, gradients and moments as they are now:
     before a step of LARS the step's own; after a step it differs by about the relative size of the step. Excluded
     groups, tensors without gradient or state (LAMB before its first step) and other optimizers have none. Nothing is
     written, nothing waits for the device. Where ranks share an update (`LayerwiseOptimizer.parts`, DTensors) q is that

@@ -25,16 +25,17 @@ class LAMB(LayerwiseOptimizer):
         m <- beta1 * m + (1 - beta1) * g              M = m / (1 - beta1 ** t)
         v <- beta2 * v + (1 - beta2) * g * g          V = v / (1 - beta2 ** t)
         u  = M / (sqrt(V) + eps) + weight_decay * w
-        q  = |w| / |u|                                w <- w - lr * q * u
+        q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
-    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) of the paper is |w|.
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) is |w|, or the
+    paper's min(max(|w|, low), high) with `weight_norm_bounds=(low, high)`; 0 and inf bind nothing.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
     arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
     balance between moments, `eps` and weight decay differs.
 
-    A tensor with |w| = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by min(q, c): the
-    paper's upper bound on phi, but on the ratio, and, unlike in `LARS`, not divided by lr.
+    A tensor with phi(|w|) = 0 or |u| = 0 gets q = 1; the paper leaves this open. `trust_clip=c` replaces q by
+    min(q, c), unlike in `LARS` not divided by lr.
 
     `max_grad_norm=c` first scales all gradients, of all groups together, by min(1, c / norm), as NVIDIA's LAMB does
     with c = 1; the paper does not, so the default is off. It is one bound for the optimizer, no option of a group.
@@ -75,6 +76,7 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
+        weight_norm_bounds: tuple[float, float] | None = None,
         trust_clip: float | None = None,
         max_grad_norm: float | None = None,
         excluded_lr_mult: float = 1.0,
@@ -100,6 +102,12 @@ class LAMB(LayerwiseOptimizer):
             require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
         require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
         require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
+        low, high = group["weight_norm_bounds"] or (0.0, torch.inf)
+        if not 0 <= low <= high or high == 0:
+            raise ValueError(
+                f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.60}) must be (low, high), low <= high, "
+                "neither negative, high above 0: it bounds a layer's |w| in the trust ratio. None is no bound."
+            )
         if (bound := group["max_grad_norm"]) is not None:
             why = "it bounds the norm of all gradients together; None is no bound"
             require_number("max_grad_norm", bound, why, above=True)
@@ -178,7 +186,10 @@ class LAMB(LayerwiseOptimizer):
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
                 if self.shard_sums is not None:
                     norms = self.shard_sums.norms(params, *norms)
-            ratios = trust_ratio(*norms)
+            weight_norms, update_norms = norms
+            if group["weight_norm_bounds"] is not None:
+                weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
+            ratios = trust_ratio(weight_norms, update_norms)
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, means, squares, *_ in blocks:

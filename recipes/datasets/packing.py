@@ -118,6 +118,25 @@ class Packing:
         sources = {split: ImageFolder(Path(self.root) / split) for split in self.splits}
         return [_Split(self, source, Path(self.out) / split).run() for split, source in sources.items()]
 
+    def check(self) -> None:
+        """Read every byte of what was packed.
+
+        Raises:
+            ValueError: Packing was not finished, or a shard is not what was packed.
+        """
+        out = Path(self.out)
+        for split in self.splits:
+            if not (out / split / INDEX_NAME).is_file():
+                raise ValueError(
+                    f"`out` (={out}) must be packed to its end before it can be checked: there is no {split}/"
+                    f"{INDEX_NAME}. Run it without check=true: it goes on where it was."
+                )
+            if damaged := damaged_shards(out / split):
+                raise ValueError(
+                    f"`out` (={out}) must hold what was packed: {split}/{damaged[0]} does not ({len(damaged)} shards "
+                    f"of {split}/ do not). Copy them again, or remove {split}/ and pack again."
+                )
+
     def prepared(self, data: bytes) -> bytes:
         """Return the bytes to store for an image file.
 
@@ -291,22 +310,3 @@ def mapped_ahead(function: Callable[[T], R], values: Iterable[T], num_threads: i
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def check_packed(out: Path, splits: Sequence[str]) -> None:
-    """Read every byte of a packed set.
-
-    Raises:
-        ValueError: Packing was not finished, or a shard is not what was packed.
-    """
-    for split in splits:
-        if not (out / split / INDEX_NAME).is_file():
-            raise ValueError(
-                f"`out` (={out}) must be packed to its end before it can be checked: there is no {split}/{INDEX_NAME}. "
-                "Run it without check=true: it goes on where it was."
-            )
-        if damaged := damaged_shards(out / split):
-            raise ValueError(
-                f"`out` (={out}) must hold what was packed: {split}/{damaged[0]} does not ({len(damaged)} shards of "
-                f"{split}/ do not). Copy them again, or remove {split}/ and pack again."
-            )

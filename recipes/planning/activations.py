@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -70,6 +71,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(address)
 
 
+def example_of(model: nn.Module, num_samples: int, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Any:
+    """Return an input on the meta device: images of this shape, or what the network's own `example` makes of it."""
+    if (example := getattr(model, "example", None)) is not None:
+        return example(num_samples, *shape, device="meta")
+    return torch.empty(num_samples, *shape, device="meta", dtype=dtype)
+
+
 @contextmanager
 def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, torch.dtype]]:
     """Yield a copy of the network on the meta device as a step of this precision sees it, and the dtype of its input.
@@ -85,6 +93,11 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
     # The very conversion of a run: which layers stay fp32, and what they return.
     with MasterWeights(shadow, HALF[precision], on_meta=True).hooks.in_step():
         yield shadow, HALF[precision]
+
+
+def _logarithms(result: Tensor) -> Tensor:
+    # The loss of a classifier keeps them, as large as the logits.
+    return F.log_softmax(result, 1) if result.dim() == 2 else result
 
 
 def _drop(parameter: Tensor) -> None:
@@ -104,17 +117,18 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
     """
     counted = min(batch_size, MOST_IMAGES)
     with meta_step(model, precision) as (shadow, dtype):
-        images = torch.empty(counted, *image_shape, device="meta", dtype=dtype)
-        with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), images]) as live:
+        images = example_of(shadow, counted, image_shape, dtype=dtype)
+        inputs = list(tree_iter(images))
+        with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
             # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
             results = [value for value in tree_iter(shadow(images)) if isinstance(value, Tensor)]
-            rows = [result.float().reshape(1, -1) for result in results if result.requires_grad]
+            rows = [_logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad]
             losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
             del results, rows
             if losses:
                 sum(losses[1:], losses[0]).backward()
     # The images themselves were not counted: their batch, and the next.
-    return (live.peak + 2 * images.nbytes) * batch_size // counted
+    return (live.peak + 2 * sum(each.nbytes for each in inputs)) * batch_size // counted
 
 
 def has_checkpointing(model: nn.Module) -> bool:

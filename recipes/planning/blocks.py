@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from recipes.planning.activations import LiveBytes, meta_step
+from recipes.planning.activations import LiveBytes, example_of, meta_step
 
 BATCH = 8  # images on the meta device: what does not depend on the batch is a small part of what is counted
 
@@ -91,7 +90,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
     [('0', 224, 6912), ('1', 0, 0), ('2.0', 0, 0), ('2.1', 258, 512)]
     """
     with meta_step(model, precision) as (shadow, dtype):
-        images = torch.empty(BATCH, *image_shape, device="meta", dtype=dtype)
+        images = example_of(shadow, BATCH, image_shape, dtype=dtype)
         uses = _Uses([*shadow.parameters(), *shadow.buffers()])
 
         def begin(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -116,7 +115,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             for name, module in list(_units(shadow)) or [("", shadow)]
         ]
         with uses:
-            uses.use(images)
+            uses.use(next(iter(tree_iter(images))))
             logits = shadow(images)
         end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
         del logits
@@ -148,9 +147,10 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    # The children of the network, and in place of an nn.Sequential its children.
-    for name, child in module.named_children():
-        if isinstance(child, nn.Sequential):
+    # The children of the network, and in place of an nn.Sequential, or of an only child, its children.
+    children = dict(module.named_children())
+    for name, child in children.items():
+        if isinstance(child, nn.Sequential) or (len(children) == 1 and list(child.children())):
             yield from _units(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.planning.workload import StepWorkload
-from recipes.planning.activations import LiveBytes
+from recipes.planning.activations import LiveBytes, example_of
 
 FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
 
@@ -59,12 +59,14 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
     found: dict[str, Layer] = {}
     counter = LiveBytes()
     before: dict[str, int] = {}
+    owners: dict[int, str] = {}  # a shared parameter is the first layer's: its gradient is complete there
 
     def begin(name: str) -> None:
         before[name] = counter.flops
 
     def end(name: str, module: nn.Module) -> None:
-        numels = tuple(parameter.numel() for parameter in module.parameters(recurse=False))
+        own = [one for one in module.parameters(recurse=False) if owners.setdefault(id(one), name) == name]
+        numels = tuple(parameter.numel() for parameter in own)
         flops = (counter.flops - before[name]) // 2  # two images
         earlier = found.pop(name).forward_flops if name in found else 0
         found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
@@ -74,7 +76,7 @@ def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
             module.register_forward_pre_hook(lambda *_, name=name: begin(name))
             module.register_forward_hook(lambda module, *_, name=name: end(name, module))
     with counter:
-        shadow(torch.empty(2, *image_shape, device="meta"))
+        shadow(example_of(shadow, 2, image_shape))
     return list(found.values())
 
 

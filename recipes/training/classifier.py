@@ -28,10 +28,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):
-    """Module that trains a network to name the class of an image.
+    """Module that trains a network to name the class of an image, or masked tokens, whose classes are the vocabulary.
 
     Args:
-        model: Images `"batch channels height width"` -> logits `"batch num_classes"`.
+        model: Images `"batch channels height width"`, or `datasets.text`'s inputs -> logits `"batch num_classes"`.
         optimizer: Makes the optimizer out of parameter groups.
         weight_decay: Decay of weights; biases and normalisation get none.
         schedule: Makes the schedule out of `(optimizer, total_steps=, warmup_steps=)`; it steps once per update.
@@ -90,9 +90,11 @@ class Classifier(pl.LightningModule):
         self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
         self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Any) -> Tensor:
         """Return logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
-        logits: Tensor = self.model(images.contiguous(memory_format=self.memory_format))
+        if isinstance(images, Tensor):  # and no text
+            images = images.contiguous(memory_format=self.memory_format)
+        logits: Tensor = self.model(images)
         return logits.float()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

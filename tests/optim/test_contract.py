@@ -241,6 +241,7 @@ OPTIONS = {
         {},
         {"max_grad_norm": 0.5, "maximize": True},
         {"bias_correction": False, "trust_clip": 0.05},
+        {"weight_norm_bounds": (3.0, 4.0)},
         {"bias_correction": False, "max_grad_norm": 0.5, "eps": 0.0},
     ],
 }

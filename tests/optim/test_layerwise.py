@@ -94,6 +94,7 @@ COMMON = {
 OF_LARS = {"momentum": [1.0], "trust_coefficient": [0.0], "nesterov": [1], "momentum_form": ["B"]}
 OF_LARS |= {"denominator": ["both"], "direction": ["muon"]}
 OF_LAMB = {"betas": [(1.0, 0.999), (0.9, -0.1), 0.9], "bias_correction": ["no"], "max_grad_norm": [0.0]}
+OF_LAMB |= {"weight_norm_bounds": [(2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)]}
 BAD = {LARS: COMMON | OF_LARS, LAMB: COMMON | OF_LAMB}
 
 

@@ -136,6 +136,7 @@ LAMB_FORMS = {
     "early": {"bias_correction": False},  # arXiv v1 to v3, and most ports
     "published-clip": {"trust_clip": 0.5},
     "early-clip": {"bias_correction": False, "trust_clip": 0.05},
+    "bounded": {"weight_norm_bounds": (2.2, 3.0)},  # at first one of three layers below, one above
     "nvlamb": {"max_grad_norm": 3.0},  # NVIDIA's: all gradients clipped together
     "all": {"bias_correction": False, "trust_clip": 0.5, "max_grad_norm": 3.0},
 }

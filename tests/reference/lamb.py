@@ -1,5 +1,7 @@
 """LAMB in float64, straight from You et al. 2019 (arXiv:1904.00962)."""
 
+import math
+
 import torch
 
 
@@ -7,7 +9,19 @@ def norm(tensor):
     return tensor.square().sum().sqrt()
 
 
-def lamb(ws, gradients, lrs, *, betas, eps, weight_decay, bias_correction=True, trust_clip=None, max_grad_norm=None):
+def lamb(
+    ws,
+    gradients,
+    lrs,
+    *,
+    betas,
+    eps,
+    weight_decay,
+    bias_correction=True,
+    weight_norm_bounds=(0.0, math.inf),
+    trust_clip=None,
+    max_grad_norm=None,
+):
     """The layers after len(lrs) steps; `gradients[t][i]` is the gradient of layer i at step t."""
     ws, ms, vs = list(ws), [torch.zeros_like(w) for w in ws], [torch.zeros_like(w) for w in ws]
     for t, (grads, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
@@ -20,6 +34,7 @@ def lamb(ws, gradients, lrs, *, betas, eps, weight_decay, bias_correction=True, 
             if bias_correction:
                 m, v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
             u = m / (v.sqrt() + eps) + weight_decay * ws[i]
-            q = norm(ws[i]) / norm(u) if norm(ws[i]) > 0 else 1.0
+            phi = norm(ws[i]).clamp(*weight_norm_bounds)
+            q = phi / norm(u) if phi > 0 else 1.0
             ws[i] = ws[i] - lr * (q if trust_clip is None else min(q, trust_clip)) * u
     return ws

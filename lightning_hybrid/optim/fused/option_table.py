@@ -123,12 +123,14 @@ def _lars_column(group: dict[str, Any]) -> list[float]:
 
 
 def lamb_options() -> OptionTable:
-    """Make the table of LAMB: numbers; then trust_ratio, -1 to climb, both betas, bias_correction."""
-    return OptionTable((*_LAMB, "trust_ratio", "sign", "beta1", "beta2", "bias_correction"), _lamb_column)
+    """Make the table of LAMB: numbers; then trust_ratio, -1 to climb, both betas, bias_correction, bounds of |w|."""
+    names = (*_LAMB, "trust_ratio", "sign", "beta1", "beta2", "bias_correction", "low", "high")
+    return OptionTable(names, _lamb_column)
 
 
 def _lamb_column(group: dict[str, Any]) -> list[float]:
-    return [*_numbers(group, _LAMB), *_switches(group), *map(float, group["betas"]), float(group["bias_correction"])]
+    others = [*group["betas"], group["bias_correction"], *(group["weight_norm_bounds"] or (0.0, torch.inf))]
+    return [*_numbers(group, _LAMB), *_switches(group), *map(float, others)]
 
 
 def _numbers(group: dict[str, Any], names: Sequence[str]) -> list[float]:

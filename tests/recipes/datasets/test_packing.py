@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from recipes.datasets.images.shards import ShardedImages
-from recipes.datasets.packing import Packing, check_packed
+from recipes.datasets.packing import Packing
 from tests.recipes.datasets.images.pictures import image_of, write_root
 
 
@@ -117,14 +117,15 @@ def test_corrupt_images_are_listed_and_left_out_within_the_budget(root, tmp_path
 
 
 def test_checking_finds_a_flipped_bit(root, tmp_path):
-    packing_of(root, tmp_path / "out").run()
-    check_packed(tmp_path / "out", ["train", "val"])
+    packing = packing_of(root, tmp_path / "out")
+    packing.run()
+    packing.check()
     path = tmp_path / "out" / "val" / "shard-00000.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"val/shard-00000\.bin does not"):
-        check_packed(tmp_path / "out", ["train", "val"])
+        packing.check()
 
 
 def test_settings_that_make_no_sense_are_refused(root, tmp_path):

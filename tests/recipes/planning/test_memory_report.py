@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from lightning_hybrid.planning.cost import Link
+from recipes.networks.bert import Bert
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
 from recipes.planning.blocks import blocks_of
 from recipes.planning.estimates.memory import MemoryNeed, StateBytes
-from recipes.planning.layers import layers_of
+from recipes.planning.layers import WithoutValues, layers_of
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import pipeline_choices, what_pays
 from recipes.planning.scenario import Scenario
@@ -213,6 +214,20 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     shared, *_ = pipeline_choices(replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None)
     assert alone.step_s < 0.1
     assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)  # of line rate, 0.94 is payload
+
+
+def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
+    """A real step on the CPU, without and with activation checkpointing; the shared embedding is counted once."""
+    pytest.importorskip("transformers")
+    from tests.evidence.memory.bert import row
+
+    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    found = [row("cpu", 16, 64, intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (0, 1)]
+    assert all(0.95 < each["ratio"] < 1.05 for each in found), found
+    assert found[1]["measured_bytes"] < 0.6 * found[0]["measured_bytes"]
+    with WithoutValues():
+        network = Bert(**small)
+    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
 
 
 @pytest.mark.long

@@ -92,7 +92,8 @@ void lars_blocks(const Table* table, const double* numbers) {
   });
 }
 
-enum LambOption { BY_LR, BY_DECAY, BY_EPS, BY_CLIP, BY_MULT, BY_TRUST_RATIO, BY_SIGN, BY_BETA1, BY_BETA2, BY_CORRECTION };
+enum LambOption { BY_LR, BY_DECAY, BY_EPS, BY_CLIP, BY_MULT, BY_TRUST_RATIO, BY_SIGN, BY_BETA1, BY_BETA2, BY_CORRECTION,
+                  BY_LOW, BY_HIGH };
 enum LambNumber { GRAD_SCALE, BETA1, BETA2, EPS, WEIGHT_DECAY, FIRST, SECOND, NUM_LAMB };
 
 // u = FIRST * m / (SECOND * sqrt(v) + EPS) + WEIGHT_DECAY * w
@@ -239,7 +240,8 @@ void lamb_rates(const Table* table, const double* options, const double* lrs, co
   const int64_t num = table->num_tensors;
   for (int64_t tensor = 0; tensor < num; ++tensor) {
     const auto option = [=](LambOption row) { return options[row * num + tensor]; };
-    const double weight_norm = std::sqrt(sums[tensor]), norm = std::sqrt(sums[num + tensor]), clip = option(BY_CLIP);
+    const double norm = std::sqrt(sums[num + tensor]), clip = option(BY_CLIP);
+    const double weight_norm = std::min(std::max(std::sqrt(sums[tensor]), option(BY_LOW)), option(BY_HIGH));
     double ratio = weight_norm > 0 && norm > 0 ? weight_norm / norm : 1;
     ratio = ratio > clip ? clip : ratio;
     rates[tensor] = lrs[tensor] * (option(BY_TRUST_RATIO) > 0 ? ratio : option(BY_MULT));

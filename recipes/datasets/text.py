@@ -1,0 +1,230 @@
+"""Masked text: sequences of tokens out of packed shards, of which some tokens are masked and have to be predicted.
+
+    [CLS] L - 2 tokens of the text [SEP]        sequence i has tokens i (L - 2), ..., (i + 1) (L - 2) - 1 of its split
+    15 % of these L - 2 are to be predicted: 80 % of them become [MASK], 10 % another token, 10 % stay
+    (Devlin et al. 2018, arXiv:1810.04805)
+
+Which ones follows from (seed, epoch, sequence) alone, so that they change from epoch to epoch, need no state in a
+checkpoint, and do not depend on the number of ranks. As many are masked in each sequence: the mean over ranks is that
+over all masked tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.data.batch_counters import share_of
+from lightning_hybrid.data.order import EpochOrder, Indices, ResumableLoader, eval_shares
+from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, PackedText, TextPacking, shard_path
+
+MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
+VALIDATION_SEED = 0  # of the masks there: the same in every run and epoch
+
+TextBatch = tuple[tuple[Tensor, Tensor], Tensor]
+
+
+class Sequences:
+    """The sequences of one split, read from its shards as they are asked for.
+
+    Args:
+        folder: Where `TextPacking` wrote.
+        split: `train`, `val` or `test`.
+        sequence_length: Tokens of a sequence, [CLS] and [SEP] included.
+    """
+
+    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
+        packed = PackedText.load(folder)
+        paths = [shard_path(folder, split, shard) for shard in range(len(packed.crc32s[split]))]
+        self._shards = [np.memmap(path, dtype=np.uint16, mode="r") for path in paths]
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self.vocab_size, self._num_own = packed.vocab_size, sequence_length - 2
+        self._length = num_sequences(packed, split, sequence_length)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> NDArray[np.uint16]:
+        """Return the tokens of a sequence, without [CLS] and [SEP]."""
+        begin = index * self._num_own
+        shard = int(np.searchsorted(self._ends, begin, side="right"))
+        begin -= int(self._ends[shard]) - len(self._shards[shard])
+        parts = [self._shards[shard][begin : begin + self._num_own]]
+        while (missing := self._num_own - sum(map(len, parts))) > 0:
+            shard += 1
+            parts.append(self._shards[shard][:missing])
+        return np.concatenate(parts)
+
+    def batch(self, indices: Indices, seed: int, epoch: int) -> TextBatch:
+        """Return `((tokens, positions), targets)`, see `TextLoader`."""
+        length = self._num_own + 2
+        tokens = np.full((len(indices), length), SEP, dtype=np.int64)
+        tokens[:, 0] = CLS
+        positions, targets = [], []
+        for row, index in enumerate(indices):
+            own = self[int(index)].astype(np.int64)
+            masked, shown = mask_tokens(own, np.random.default_rng([seed, epoch, 1, int(index)]), self.vocab_size)
+            targets.append(own[masked])
+            own[masked] = shown
+            tokens[row, 1:-1] = own
+            positions.append(row * length + 1 + masked)
+        all_positions, all_targets = (torch.from_numpy(np.concatenate(each)) for each in (positions, targets))
+        return (torch.from_numpy(tokens), all_positions), all_targets
+
+
+def num_sequences(packed: PackedText, split: str, sequence_length: int) -> int:
+    """Return how many whole sequences a split has."""
+    return packed.num_tokens[split] // (sequence_length - 2)
+
+
+def mask_tokens(
+    tokens: NDArray[np.int64], generator: np.random.Generator, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Choose which tokens are to be predicted, and what stands in their positions.
+
+    >>> masked, shown = mask_tokens(np.arange(5, 25), np.random.default_rng(2), vocab_size=100)
+    >>> masked, shown
+    (array([ 6,  7, 18]), array([4, 4, 4]))
+    """
+    number = max(1, round(MASKED_SHARE * len(tokens)))
+    masked = np.sort(generator.permutation(len(tokens))[:number])
+    chance = generator.random(number)
+    others = generator.integers(len(SPECIAL_TOKENS), vocab_size, number)
+    shown = np.where(chance < MASK_SHARE, MASK, np.where(chance < MASK_SHARE + RANDOM_SHARE, others, tokens[masked]))
+    return masked, shown
+
+
+class TextLoader(ResumableLoader):
+    """One rank's share of shuffled epochs of masked sequences, resumable after any batch.
+
+    Yields:
+        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some masked; positions int64 `"masked"`, theirs
+        in the flattened tokens, as many in each sequence; targets int64 `"masked"`, what was there.
+    """
+
+    reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`
+
+    def __init__(self, sequences: Sequences, order: EpochOrder, *, trainer: pl.Trainer | None = None) -> None:
+        super().__init__(order, trainer=trainer)
+        self.sequences = sequences
+
+    def _batches(self, epoch: int, shares: Iterator[Indices]) -> Iterator[TextBatch]:
+        for share in shares:
+            yield self.sequences.batch(share, self.order.seed, epoch)
+
+
+class TextEvalLoader:
+    """One rank's share of a split in which every sequence comes once over all ranks, with the same masks each time."""
+
+    reads_ahead = True
+
+    def __init__(self, sequences: Sequences, shares: Iterable[Indices]) -> None:
+        self.sequences, self.shares = sequences, list(shares)
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[TextBatch]:
+        for share in self.shares:
+            yield self.sequences.batch(share, VALIDATION_SEED, 0)
+
+
+class TextDataModule(pl.LightningDataModule):
+    """A data module of masked text, for any number of ranks.
+
+    Args:
+        root: Folder that `recipes/pack.py packing=text` wrote. None: `packing` packs when the run begins.
+        packing: Options of that, where there is no `root`.
+        sequence_length: Tokens of a sequence, [CLS] and [SEP] included; any, of the same shards.
+        vocab_size: Tokens that the network knows.
+        max_sequences: Of the training set, the first ones; None: all.
+        global_batch_size: Sequences per optimizer step, over all ranks and accumulation rounds.
+        seed: Seed of the order and of the masks. Every rank must have the same.
+        eval_batch_size_per_rank: Sequences per batch of one rank in validation and test; no influence on results.
+
+    Raises:
+        ValueError: An argument breaks its rule, or the text has more tokens than `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str | None,
+        packing: TextPacking | None = None,
+        sequence_length: int,
+        vocab_size: int,
+        max_sequences: int | None = None,
+        global_batch_size: int,
+        seed: int,
+        eval_batch_size_per_rank: int = 32,
+    ) -> None:
+        super().__init__()
+        least = dict.fromkeys(("vocab_size", "global_batch_size", "eval_batch_size_per_rank"), 1)
+        least |= {"sequence_length": 3, "seed": 0}
+        values = locals()
+        for name, lowest in least.items():
+            require_whole(name, values[name], f"it is counted. Set data.{name}=<number>", least=lowest)
+        if root is None and packing is None:
+            raise ValueError("`data.root` (=null) must be a folder of packed text where there is no data.packing.")
+        self.root, self.packing = root, packing
+        self.sequence_length, self.vocab_size, self.max_sequences = sequence_length, vocab_size, max_sequences
+        self.global_batch_size, self.seed = global_batch_size, seed
+        self.eval_batch_size_per_rank = eval_batch_size_per_rank
+        if root is not None:
+            self._check(PackedText.load(Path(root)))
+
+    @property
+    def folder(self) -> Path:
+        """Where the shards are."""
+        return Path(self.packing.out if self.root is None else self.root)  # type: ignore[union-attr]
+
+    def _check(self, packed: PackedText) -> None:
+        if packed.vocab_size > self.vocab_size:
+            raise ValueError(
+                f"`model.num_classes` (={self.vocab_size}) must be at least the vocabulary of {self.folder} "
+                f"(={packed.vocab_size}): the other tokens would have no embedding. Set "
+                f"model.num_classes={packed.vocab_size}."
+            )
+
+    def prepare_data(self) -> None:
+        """Pack where there is no `root`; on one rank of a node."""
+        if self.root is None:
+            for line in self.packing.run():  # type: ignore[union-attr]
+                print(line, flush=True)
+
+    def setup(self, stage: str) -> None:
+        """Open the shards, on every rank."""
+        self._check(PackedText.load(self.folder))
+        self.splits = {name: Sequences(self.folder, name, self.sequence_length) for name in ("train", "val", "test")}
+
+    def train_dataloader(self) -> TextLoader:
+        """Make the loader of this rank; Lightning sets its epoch."""
+        sequences, trainer = self.splits["train"], self.trainer
+        order = EpochOrder(
+            num_images=min(len(sequences), self.max_sequences or len(sequences)),
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            accumulate_grad_batches=trainer.accumulate_grad_batches if trainer else 1,
+            **share_of(trainer),
+        )
+        return TextLoader(sequences, order, trainer=trainer)
+
+    def _eval_loader(self, name: str) -> TextEvalLoader:
+        size, sequences = self.eval_batch_size_per_rank, self.splits[name]
+        shares = eval_shares(num_images=len(sequences), batch_size_per_rank=size, **share_of(self.trainer))
+        return TextEvalLoader(sequences, shares)
+
+    def val_dataloader(self) -> TextEvalLoader:
+        """Make the loader of this rank's share of the validation text."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> TextEvalLoader:
+        """Make the loader of this rank's share of the test text."""
+        return self._eval_loader("test")

@@ -1,0 +1,275 @@
+"""Packing of text into shards of tokens, with a tokeniser that is trained on it, for `recipes/pack.py packing=text`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sysconfig
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hybrid.atomic_file import atomic_path
+from lightning_hybrid.checks import require_whole
+
+INDEX_NAME, TOKENIZER_NAME = "text.json", "tokenizer.json"
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
+PIECE_CHARS = 1 << 14  # our choice: a longer file is cut at ends of lines, so that one file can be a whole set
+NUM_LETTERS = 1000  # that are tokens, the most frequent, as usual
+NUM_TOGETHER = 64  # pieces that are tokenised at a time
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedText:
+    """Result of packing, and the content of `text.json`.
+
+    Args:
+        about: Options of the packing.
+        vocab_size: Tokens of the trained vocabulary.
+        num_tokens: Of each split.
+        crc32s: Of the shards of each split, in their order.
+        num_left_out: Files that are no UTF-8 text.
+    """
+
+    about: dict[str, Any]
+    vocab_size: int
+    num_tokens: dict[str, int]
+    crc32s: dict[str, list[int]]
+    num_left_out: int
+
+    @classmethod
+    def load(cls, folder: Path) -> PackedText:
+        """Read the index of a folder.
+
+        Raises:
+            ValueError: There is none: nothing was packed there, or not to its end.
+        """
+        path = folder / INDEX_NAME
+        if not path.is_file():
+            raise ValueError(
+                f"`data.root` (={folder}) must be a folder that was packed to its end: there is no {INDEX_NAME}. Pack "
+                "text first: python recipes/pack.py packing=text root=<folder of text> out=<this folder>."
+            )
+        return cls(**json.loads(path.read_text()))
+
+    def __str__(self) -> str:
+        left_out = f", {self.num_left_out:,} files left out that are no UTF-8" if self.num_left_out else ""
+        sizes = ", ".join(f"{name} {number:,}" for name, number in self.num_tokens.items())
+        return f"tokens: {sizes}; vocabulary {self.vocab_size:,}{left_out}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPacking:
+    """Options of packing text, and the run.
+
+    Every 20th piece of text is for validation and the one after it for the test. Not resumed: a run that was killed
+    begins again.
+
+    Args:
+        root: A folder of any text: all files below it that are UTF-8. None: Python's own documentation, licence and
+            sources, the same for one version of Python.
+        out: Where shards, tokeniser and index go.
+        vocab_size: Most tokens of the WordPiece vocabulary that is trained (Devlin et al. 2018, arXiv:1810.04805;
+            theirs has 30,522, of lower-case text as here).
+        shard_tokens: Tokens of a file.
+        max_chars: About so many characters are taken; None: all.
+        max_training_chars: About so many characters train the tokeniser.
+
+    Raises:
+        ValueError: An option breaks its rule.
+    """
+
+    root: str | None
+    out: str
+    vocab_size: int = 30522
+    shard_tokens: int = 1 << 27
+    max_chars: int | None = None
+    max_training_chars: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        require_whole("vocab_size", self.vocab_size, "it counts tokens. Set packing.vocab_size=30522", least=300)
+        if self.vocab_size > 65535:
+            raise ValueError(f"`vocab_size` (={self.vocab_size}) must be at most 65535: a token takes two bytes.")
+        for name in ("shard_tokens", "max_chars", "max_training_chars"):
+            if (value := getattr(self, name)) is not None:
+                require_whole(name, value, f"it is counted. Set packing.{name}=<number>")
+        if self.root is not None and Path(self.root).resolve() == Path(self.out).resolve():
+            raise ValueError(f"`out` (={self.out}) must not be `root`: shards would be taken for text. Set out=...")
+
+    def run(self) -> list[str]:
+        """Pack, unless `out` has it already; return what there is.
+
+        Raises:
+            ValueError: `out` holds another packing, or there is no text.
+        """
+        out, start_s = Path(self.out), time.perf_counter()
+        about = {name: value for name, value in asdict(self).items() if name != "out"}
+        if (out / INDEX_NAME).is_file():
+            if (found := PackedText.load(out)).about != about:
+                raise ValueError(
+                    f"`out` (={out}) must be empty or hold this very packing, and holds that of {found.about}. Pack "
+                    "into another out=..."
+                )
+            return [f"{found}; was there"]
+        out.mkdir(parents=True, exist_ok=True)
+        left_out: list[str] = []
+        tokenizer = trained(self._pieces([], self.max_training_chars), self.vocab_size)
+        shards = {name: _Shards(out, name, self.shard_tokens) for name in SPLITS}
+        pieces = self._pieces(left_out, self.max_chars)
+        for place, tokens in enumerate(tokens_of(pieces, tokenizer)):
+            shards[{0: "val", 1: "test"}.get(place % 20, "train")].add(tokens)
+        for each in shards.values():
+            each.close()
+        with atomic_path(out / TOKENIZER_NAME, has_rivals=True) as part:
+            part.write_text(tokenizer.to_str())
+        packed = PackedText(
+            about=about,
+            vocab_size=tokenizer.get_vocab_size(),
+            num_tokens={name: each.num_tokens for name, each in shards.items()},
+            crc32s={name: each.crc32s for name, each in shards.items()},
+            num_left_out=len(left_out),
+        )
+        if not all(packed.num_tokens.values()):
+            raise ValueError(
+                f"`root` (={self.root}) must hold text for {', '.join(SPLITS)}, and has {packed.num_tokens} tokens: "
+                "too few pieces. Give a folder with more text."
+            )
+        with atomic_path(out / INDEX_NAME, has_rivals=True) as part:
+            part.write_text(json.dumps(asdict(packed), indent=1))
+        return [f"{packed}; {time.perf_counter() - start_s:.1f} s"]
+
+    def check(self) -> None:
+        """Read every byte of what was packed.
+
+        Raises:
+            ValueError: A shard is not what was packed.
+        """
+        packed = PackedText.load(Path(self.out))
+        for name, crc32s in packed.crc32s.items():
+            for shard, crc32 in enumerate(crc32s):
+                path = shard_path(Path(self.out), name, shard)
+                if not path.is_file() or zlib.crc32(path.read_bytes()) != crc32:
+                    raise ValueError(f"`out` (={self.out}) is damaged: {path.name} is not what was packed. Pack again.")
+
+    def _pieces(self, left_out: list[str], max_chars: int | None) -> Iterator[str]:
+        num_chars = 0
+        for path in files_of(self.root):
+            try:
+                for piece in pieces_of(path):
+                    yield piece
+                    num_chars += len(piece)
+                    if max_chars is not None and num_chars >= max_chars:
+                        return
+            except UnicodeDecodeError:
+                left_out.append(str(path))
+
+
+class _Shards:
+    """Writer of one split: tokens in, whole files out."""
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+        self.folder, self.name, self.shard_tokens = folder, name, shard_tokens
+        self.num_tokens, self.crc32s = 0, list[int]()
+        self._held: list[NDArray[np.uint16]] = []
+        self._num_held = 0
+
+    def add(self, tokens: NDArray[np.uint16]) -> None:
+        self._held.append(tokens)
+        self._num_held += len(tokens)
+        while self._num_held >= self.shard_tokens:
+            self._write(self.shard_tokens)
+
+    def close(self) -> None:
+        if self._num_held:
+            self._write(self._num_held)
+
+    def _write(self, number: int) -> None:
+        held = np.concatenate(self._held)
+        data = held[:number].tobytes()
+        with atomic_path(shard_path(self.folder, self.name, len(self.crc32s)), has_rivals=True) as part:
+            part.write_bytes(data)
+        self._held, self._num_held = [held[number:]], len(held) - number
+        self.num_tokens += number
+        self.crc32s.append(zlib.crc32(data))
+
+
+def shard_path(folder: Path, split: str, shard: int) -> Path:
+    """Return the file of a shard: uint16, as a vocabulary has fewer than 65,536 tokens."""
+    return folder / f"{split}-{shard:05d}.bin"
+
+
+def files_of(root: str | None) -> list[Path]:
+    """Return the files of a folder in the order of their names; of None, those of Python that are there.
+
+    Raises:
+        ValueError: There is no such folder, or it is empty.
+    """
+    if root is None:
+        library = Path(sysconfig.get_path("stdlib"))
+        first = [library / "pydoc_data/topics.py", library / "LICENSE.txt"]
+        return [path for path in [*first, *sorted(library.glob("*.py"))] if path.is_file()]
+    found = sorted(path for path in Path(root).rglob("*") if path.is_file())
+    if not found:
+        raise ValueError(f"`root` (={root}) must be a folder with text, and has no file. Set root=<folder>.")
+    return found
+
+
+def pieces_of(path: Path) -> Iterator[str]:
+    """Yield a file in pieces of about `PIECE_CHARS`, whole lines each."""
+    with path.open(encoding="utf-8") as file:
+        while lines := file.readlines(PIECE_CHARS):
+            yield "".join(lines)
+
+
+def trained(pieces: Iterable[str], vocab_size: int) -> Any:
+    """Train a WordPiece tokeniser; the same text gives the same one.
+
+    Raises:
+        ValueError: The package `tokenizers` is missing.
+    """
+    try:
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError(
+            "`tokenizers` must be installed: it trains and applies the vocabulary. pip install 'lightning-hybrid[text]'"
+        ) from error
+
+    def make(vocabulary: dict[str, int]) -> Any:
+        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        return tokenizer
+
+    # The trainer breaks ties by ids that it gives in the order of a hash table: parts of one character are named first.
+    held = list(pieces)
+    tokenizer = make({})
+    counts = sum((Counter(tokenizer.normalizer.normalize_str(text)) for text in held), Counter())
+    letters = [letter for letter in sorted(counts, key=lambda one: (-counts[one], one)) if not letter.isspace()]
+    letters = letters[: min(NUM_LETTERS, vocab_size // 4)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(held, trainer)
+    words = sorted(tokenizer.get_vocab().keys() - set(SPECIAL_TOKENS))
+    return make({word: number for number, word in enumerate([*SPECIAL_TOKENS, *words])})
+
+
+def tokens_of(pieces: Iterable[str], tokenizer: Any) -> Iterator[NDArray[np.uint16]]:
+    """Yield the tokens of each piece, with [SEP] behind."""
+    source = iter(pieces)
+    while some := list(itertools.islice(source, NUM_TOGETHER)):
+        for encoding in tokenizer.encode_batch(some, add_special_tokens=False):
+            yield np.array([*encoding.ids, SEP], dtype=np.uint16)

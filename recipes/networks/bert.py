@@ -1,0 +1,90 @@
+"""BERT with the head that tells masked tokens (Devlin et al. 2018, arXiv:1810.04805), as `transformers` builds it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.models.activation_checkpointing import second_pass
+
+
+class Bert(nn.Module):
+    """`transformers.BertForMaskedLM` of a configuration; weights are drawn, nothing is downloaded.
+
+    The embedding and the head share their weight. The head is computed for masked positions alone.
+
+    Args:
+        num_classes: Tokens of the vocabulary, among which a masked one is found.
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings: As in
+            `transformers.BertConfig`, whose defaults are BERT-base.
+        dropout: Of hidden states and of attention.
+        checkpoint_activations: Each layer's activations are computed again in backward, by the library's own switch.
+
+    Raises:
+        ValueError: The package `transformers` is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int = 30522,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        intermediate_size: int = 3072,
+        max_position_embeddings: int = 512,
+        dropout: float = 0.1,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        super().__init__()
+        try:
+            from transformers import BertConfig, BertForMaskedLM
+        except ImportError as error:
+            raise ValueError(
+                "`transformers` must be installed: it has the network. pip install 'lightning-hybrid[text]'"
+            ) from error
+        config = BertConfig(
+            vocab_size=num_classes,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads,
+            intermediate_size=intermediate_size,
+            max_position_embeddings=max_position_embeddings,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        self.network: Any = BertForMaskedLM(config)
+        self.checkpoint_activations = checkpoint_activations
+
+    @property
+    def checkpoint_activations(self) -> bool:
+        """Whether activations are computed again in backward."""
+        return bool(self.network.is_activation_checkpointing)
+
+    @checkpoint_activations.setter
+    def checkpoint_activations(self, is_on: bool) -> None:
+        if is_on:
+            self.network.activation_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})
+        elif self.checkpoint_activations:
+            self.network.activation_checkpointing_disable()
+
+    def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the logits of the masked tokens, `"masked num_classes"`; `text` as in `datasets.text.TextLoader`."""
+        tokens, positions = text
+        states = self.network.bert(tokens).last_hidden_state.flatten(0, 1)
+        logits: Tensor = self.network.cls(states[positions])
+        return logits
+
+    def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
+        length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
+        num_masked = num_sequences * max(1, round(0.15 * (length - 2)))
+        tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
+        return tokens, torch.zeros(num_masked, dtype=torch.int64, device=device)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), second_pass(nn.Identity())  # the modes of forward, such as emulated fp16

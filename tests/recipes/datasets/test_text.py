@@ -1,0 +1,149 @@
+"""Text becomes tokens once; what is masked in them follows from seed, epoch and sequence alone."""
+
+import json
+import os
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hybrid.data.order import EpochOrder
+from recipes.datasets.text import Sequences, TextDataModule, TextLoader, mask_tokens
+from recipes.datasets.text_packing import CLS, MASK, SEP, SPECIAL_TOKENS, TextPacking, files_of, shard_path
+from tests.scenes import same
+
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = "the quick brown fox jumps over a lazy dog and Runs away".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of text: many files, one of them long, and one that is no text."""
+    folder = tmp_path_factory.mktemp("text")
+    generator = np.random.default_rng(0)
+    for number in range(30):
+        words = generator.choice(WORDS, 5000 if number == 7 else 300)
+        lines = [" ".join(words[at : at + 10]) for at in range(0, len(words), 10)]
+        (folder / f"{number:02d}.txt").write_text("\n".join(lines))
+    (folder / "picture.png").write_bytes(bytes(range(128, 256)))
+    return folder
+
+
+def packing(root, out, **options):
+    return TextPacking(root=str(root), out=str(out), **{"vocab_size": 300, "shard_tokens": 1000, **options})
+
+
+@pytest.fixture(scope="module")
+def packed(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("packed")
+    packing(text, out).run()
+    return out
+
+
+def test_shards_hold_the_text_and_other_packings_are_refused(text, packed):
+    [line] = packing(text, packed).run()
+    assert "1 files left out" in line
+    tokenizer = tokenizers.Tokenizer.from_file(str(packed / "tokenizer.json"))
+    index = json.loads((packed / "text.json").read_text())
+    read = [
+        np.fromfile(shard_path(packed, "train", shard), np.uint16) for shard in range(len(index["crc32s"]["train"]))
+    ]
+    assert [len(shard) for shard in read[:-1]] == [1000] * (len(read) - 1)
+    words = Counter(tokenizer.decode([int(one) for one in np.concatenate(read) if one != SEP]).split())
+    assert words.keys() == {word.lower() for word in WORDS}  # whole words, of lower case, none unknown
+    with pytest.raises(ValueError, match=r"`out` .* must be empty or hold this very packing"):
+        packing(text, packed, vocab_size=400).run()
+
+
+def test_a_tokenizer_is_the_same_in_each_process(text, packed, tmp_path):
+    """Its trainer goes through hash tables, whose order differs between processes, and within one."""
+    for number in range(3):
+        packing(text, tmp_path / str(number)).run()
+        assert (tmp_path / str(number) / "tokenizer.json").read_text() == (packed / "tokenizer.json").read_text()
+
+
+def test_a_damaged_shard_is_found(text, tmp_path):
+    made = packing(text, tmp_path)
+    made.run()
+    made.check()
+    path = shard_path(tmp_path, "val", 0)
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\1")
+    with pytest.raises(ValueError, match=r"val-00000\.bin is not what was packed"):
+        made.check()
+
+
+def test_sequences_of_any_length_are_the_text_in_its_order(packed):
+    """Two lengths over the same shards, whose ends fall within sequences."""
+    whole = [np.concatenate(list(Sequences(packed, "train", length))) for length in (9, 130)]
+    shortest = min(map(len, whole))
+    assert shortest > 2000
+    assert np.array_equal(whole[0][:shortest], whole[1][:shortest])
+
+
+def test_15_percent_are_masked_of_which_80_are_masks_and_10_other_tokens():
+    tokens = np.arange(5, 205)
+    seen = [mask_tokens(tokens, np.random.default_rng([seed]), 100_000) for seed in range(400)]
+    assert {len(set(masked)) for masked, _ in seen} == {30}
+    masked, shown = (np.concatenate(each) for each in zip(*seen, strict=True))
+    number = len(masked)  # 12,000: standard deviations of 44 and 33
+    assert abs((shown == MASK).sum() - 0.8 * number) < 200
+    assert abs((shown == tokens[masked]).sum() - 0.1 * number) < 150
+    assert shown[shown != MASK].min() >= len(SPECIAL_TOKENS)
+    assert np.bincount(masked, minlength=200).min() > 20  # any place may be
+
+
+def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
+    """Tokens and targets of each global batch, by sequence, over all ranks."""
+    found = {}
+    for rank in range(world_size):
+        order = EpochOrder(num_images=64, global_batch_size=16, seed=3, world_size=world_size, rank=rank,
+                           accumulate_grad_batches=accumulate)  # fmt: skip
+        loader = TextLoader(Sequences(packed, "train", 20), order)
+        loader.epoch, loader.batches_done = epoch, first
+        for at, ((tokens, positions), targets) in enumerate(loader, first):
+            whole = tokens.flatten().clone()
+            whole[positions] = targets
+            assert len(positions) == 3 * len(tokens)
+            assert (tokens[:, 0] == CLS).all()
+            assert (tokens[:, -1] == SEP).all()
+            rows = torch.cat([tokens, whole.view_as(tokens)], 1).tolist()
+            found.setdefault(at // accumulate, []).extend(map(tuple, rows))
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def test_what_is_masked_does_not_depend_on_ranks_accumulation_or_a_resume(packed):
+    whole = batches(packed)
+    assert len(whole) == 4
+    assert batches(packed, world_size=2, accumulate=2) == whole
+    assert batches(packed, world_size=4) == whole
+    assert batches(packed, first=2) == {step: whole[step] for step in (2, 3)}
+    other = batches(packed, epoch=1)
+    texts = [{row[20:] for rows in epoch.values() for row in rows} for epoch in (whole, other)]
+    assert texts[0] == texts[1]  # the same text
+    assert not {row for rows in whole.values() for row in rows} & {row for rows in other.values() for row in rows}
+
+
+def test_validation_hides_the_same_tokens_each_time_and_reads_each_sequence_once(packed):
+    data = TextDataModule(root=str(packed), sequence_length=20, vocab_size=300, global_batch_size=4, seed=0)
+    data.setup("fit")
+    loader = data.val_dataloader()
+    assert same(list(loader), list(loader))
+    assert sum(len(tokens) for (tokens, _), _ in loader) == len(data.splits["val"])
+
+
+def test_a_vocabulary_that_the_network_does_not_know_is_refused(packed):
+    with pytest.raises(ValueError, match=r"`model.num_classes` \(=60\) must be at least the vocabulary of"):
+        TextDataModule(root=str(packed), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0)
+    with pytest.raises(ValueError, match=r"must be a folder that was packed to its end"):
+        TextDataModule(
+            root=os.path.dirname(sys.executable), sequence_length=20, vocab_size=60, global_batch_size=4, seed=0
+        )
+
+
+def test_the_text_of_python_is_found():
+    files = [path.name for path in files_of(None)]
+    assert files[0] == "topics.py"
+    assert "argparse.py" in files

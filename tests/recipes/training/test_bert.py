@@ -1,0 +1,84 @@
+"""BERT on masked text: the same losses on any ranks and in any precision, exact resume, a phase after another."""
+
+import pytest
+import torch
+
+from recipes.datasets.text_packing import TextPacking
+from recipes.training.build import build
+from tests.recipes.composed import composed
+from tests.recipes.training.test_recipes import NO_FILES, QUIET
+from tests.scenes import Saves, at, same
+
+pytest.importorskip("transformers")
+
+NUM_STEPS = 20
+SMALL = "recipe=bert_tiny model.num_classes=500 global_batch_size=16 warmup_epochs=null warmup_steps=4"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    out = tmp_path_factory.mktemp("text")
+    TextPacking(root=None, out=str(out), vocab_size=500, max_chars=150_000).run()
+    return str(out)
+
+
+def configured(root, *overrides):
+    words = [*SMALL.split(), f"trainer.max_steps={NUM_STEPS}", f"data.root={root}", "trainer.limit_val_batches=0"]
+    return composed("train", *QUIET, *NO_FILES, *words, "trainer.accelerator=cpu", *overrides)
+
+
+def losses_of(trainer, module, outputs, batch, batch_idx):
+    return outputs["loss"].item() * trainer.accumulate_grad_batches
+
+
+def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None):
+    """Losses of each step, as means over batches of a step on this rank; and the weights."""
+    trainer, module, data = build(configured(root, *overrides))
+    with torch.no_grad():
+        for number, one in enumerate(module.parameters()):
+            one *= 1 + spoil * torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
+    looks = at(on_train_batch_end=losses_of)
+    trainer.callbacks += [looks, *callbacks]
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    losses = torch.tensor(looks.kept["on_train_batch_end"], dtype=torch.float64)
+    each = losses.view(-1, trainer.accumulate_grad_batches).mean(1)
+    return each, {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
+    whole, _ = fitted(text, "trainer.devices=1")
+    assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
+    for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,), (2, "batch_size_per_rank=2")):
+        words = (f"trainer.devices={num_ranks}", *overrides)
+        of_ranks = [fitted(text, *words)] if num_ranks == 1 else rank_pool.ranks(num_ranks).run(fitted, text, *words)
+        torch.testing.assert_close(sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0)
+        assert all(same(one, of_ranks[0][1]) for _, one in of_ranks)
+
+
+def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(text):
+    """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
+    whole, _ = fitted(text, "trainer.devices=1")
+    band = (fitted(text, "trainer.devices=1", spoil=1e-3)[0] - whole).abs().max()
+    half, _ = fitted(text, "trainer.devices=1", "precision=16-true")
+    bf16, _ = fitted(text, "trainer.devices=1", "precision=bf16-true")
+    print(band, (half - whole).abs(), (bf16 - whole).abs())
+    assert 0 < (half - whole).abs().max() < band
+
+
+def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
+    """Dropout is on, and the checkpoint is within an epoch; the second run hides what the first would have."""
+    path, words = str(tmp_path / "some.ckpt"), ("trainer.devices=1", "model.dropout=0.1", "precision=16-true")
+    losses, weights = fitted(text, *words, callbacks=[Saves(path, step=7)])
+    rest, again = fitted(text, *words, ckpt_path=path)
+    assert torch.equal(losses[7:], rest)
+    assert same(weights, again)
+
+
+def test_activation_checkpointing_changes_no_bit(text):
+    for precision in ("32-true", "16-true"):
+        words = ("trainer.devices=1", f"precision={precision}", "model.dropout=0.1", "trainer.max_steps=3")
+        (one, weights), (other, again) = (
+            fitted(text, *words, f"model.checkpoint_activations={on}") for on in ("false", "true")
+        )
+        assert torch.equal(one, other)
+        assert same(weights, again)
