@@ -192,8 +192,8 @@ class ElasticFit:
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
 
     def _is_whole(self, views: Views) -> bool:
-        # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and with
-        # `shard_update` each updates a part. Other hosts are not asked.
+        # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
+        # with `shard_update` each updates a part. Other hosts are not asked.
         return views.agrees(views.hold(), "another rank of this host has no whole sum")
 
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
