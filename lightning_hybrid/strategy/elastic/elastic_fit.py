@@ -54,7 +54,7 @@ class ElasticFit:
     def __init__(self, option: Elastic, strategy: Any, *, comm: Any, failures: Any, timeout: timedelta) -> None:
         self._failures = failures
         self._option, self._strategy, self._comm, self._timeout = option, strategy, comm, timeout
-        self._num_shards, self._ranks_per_host = comm.topology.world_size, len(comm.topology.node)
+        self._num_shards = comm.topology.world_size
         comm.is_first = comm.topology.local_rank == 0  # until hosts have met
         self._shards: list[int] = []
         self._rest: tuple[Any, ...] = ()  # arguments of `training_step` after the batch
@@ -192,16 +192,9 @@ class ElasticFit:
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
 
     def _is_whole(self, views: Views) -> bool:
-        is_whole = views.hold()
-        if self._ranks_per_host > 1:
-            # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
-            # with `shard_update` each updates a part. Other hosts are not asked.
-            vote = torch.tensor([float(is_whole)])
-            dist.all_reduce(vote, dist.ReduceOp.MIN)
-            if is_whole and not vote:
-                views.ended = views.ended or "another rank of this host has no whole sum"
-            is_whole = bool(vote)
-        return is_whole
+        # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
+        # with `shard_update` each updates a part. Other hosts are not asked.
+        return views.agrees(views.hold(), "another rank of this host has no whole sum")
 
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
         model, shards = self._strategy.model, self._shards

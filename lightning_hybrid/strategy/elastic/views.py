@@ -85,14 +85,15 @@ class Views:
             committed = self.committed if self._has_state else -1
             view = next_view(committed, timeout_s=self._timeout.total_seconds())
             next_view = self._membership.next_view
+            has_taken = False
             try:
                 self._enter(view)
                 on_view(self.topology)
                 has_taken = self._share_state(view, is_in_step=is_in_step)
-                if not self.ended:
-                    return has_taken and is_in_step
             except RuntimeError as error:
                 self.note(error)
+            if self.agrees(not self.ended, "another rank of this host could not enter the view"):
+                return has_taken and is_in_step
             self.close()
         raise RuntimeError(
             f"elastic: {MOST_VIEWS} times in a row the hosts could not sum step {self.committed} although none was "
@@ -146,6 +147,17 @@ class Views:
         with self._lock:
             self.may_cut = False
             return not self.ended
+
+    def agrees(self, is_so: bool, otherwise: str) -> bool:
+        """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
+        # Through the host's own group, which ends with no view: else one would wait here for another that has gone on.
+        if len(self.topology.node) > 1:
+            vote = torch.tensor([float(is_so)])
+            dist.all_reduce(vote, dist.ReduceOp.MIN)
+            if is_so and not vote:
+                self.ended = self.ended or otherwise
+            is_so = bool(vote)
+        return is_so
 
     def _cut(self) -> None:
         self._engine.cut(f"comm: {self.ended}")
