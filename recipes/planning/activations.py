@@ -227,6 +227,8 @@ PRODUCTS: dict[Any, Callable[..., int]] = {
 SHAPES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.add.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.threshold_backward.default), _elementwise),
     **dict.fromkeys((aten.empty_like.default, aten.ones_like.default), lambda like: like.new_empty(like.shape)),
+    aten._log_softmax.default: lambda tensor, *_: tensor.new_empty(tensor.shape),
+    aten._log_softmax_backward_data.default: lambda gradient, *_: gradient.new_empty(gradient.shape),
     aten.div_.Scalar: lambda tensor, _: tensor,
     aten.mm.default: _product,
     aten.addmm.default: lambda bias, first, second: _product(first, second),

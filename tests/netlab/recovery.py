@@ -263,7 +263,11 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
             run.wait("a late rank", (run.folder / "split_now").exists)
             if num_all - options["lost"] > 1:  # a host that is not lost steps, and the first has not
                 stays = next(name for name in names if name not in [*lost, "a"])
-                run.wait("one has stepped", lambda: len(run.steps(stays)[0]) > len(run.steps("a")[0]), limit_s=5)
+                run.wait(
+                    "one has stepped",
+                    lambda: run.steps(stays)[0][-1]["step"] > run.steps("a")[0][-1]["step"],
+                    limit_s=5,
+                )
             (run.folder / "split_now").unlink()
         if kind in ("validation", "epoch", "checkpoint"):
             seen = len(run.rows)

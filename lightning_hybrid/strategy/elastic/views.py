@@ -203,7 +203,7 @@ class Views:
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
-        self.seed, checkpoint = torch.load(io.BytesIO(data), weights_only=False)
+        self.seed, checkpoint = torch.load(io.BytesIO(data), weights_only=True)
         self._load(checkpoint, with_place=joins)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True

@@ -63,7 +63,7 @@ def test_help_fits_a_screen_and_names_keys_that_are_there(name, read, monkeypatc
 
 
 MISSPELT = {
-    "trainer.max_epochs=2 data.rot=/x optim=adamw": "must be one of lamb, lars, sgd",
+    "trainer.max_epochs=2 data.rot=/x optim=rprop": "must be one of adamw, lamb, lars, sgd",
     "optim.learning_rate=3": "Did you mean optim.lr=3?",
     "epochs=3": "Did you mean trainer.max_epochs=3?",
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
@@ -84,7 +84,7 @@ def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert err.count("error: ") == (2 if "adamw" in words else 1), "a line for each wrong word"
+    assert err.count("error: ") == (2 if "rprop" in words else 1), "a line for each wrong word"
     assert MISSPELT[words] in err
 
 
