@@ -199,6 +199,8 @@ class ElasticFit:
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
         model, shards = self._strategy.model, self._shards
         model.require_backward_grad_sync = len(shards) == 1
+        if (coder := self._comm.engine.coder) is not None:
+            coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
             self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
         with self._drawing(views, shards[0]):
