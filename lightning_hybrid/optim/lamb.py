@@ -13,7 +13,7 @@ from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
 from lightning_hybrid.optim.gradients import is_together, lr_of
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
 from lightning_hybrid.optim.sharded_norms import ShardedVector
-from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import bounded, combined_norms, require_bounds, tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
 
@@ -27,8 +27,7 @@ class LAMB(LayerwiseOptimizer):
         u  = M / (sqrt(V) + eps) + weight_decay * w
         q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
-    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi(|w|) is |w|, or the
-    paper's min(max(|w|, low), high) with `weight_norm_bounds=(low, high)`; 0 and inf bind nothing.
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi: `weight_norm_bounds`.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
     arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
@@ -92,8 +91,7 @@ class LAMB(LayerwiseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
+        if not isinstance(betas := group["betas"], tuple | list) or len(betas) != 2:
             raise ValueError(
                 f"`betas` (={betas!r:.80}) must be a pair: the decay rates of the first and of the second moment. "
                 "(0.9, 0.999) is usual."
@@ -102,15 +100,9 @@ class LAMB(LayerwiseOptimizer):
             require_number(f"betas[{index}]", beta, "at 1 the moment would never see a gradient", high=1)
         require_number("eps", group["eps"], "it is added to the root of the second moment; 1e-6 is usual")
         require_choice("bias_correction", group["bias_correction"], (True, False), "see the LAMB docstring")
-        low, high = group["weight_norm_bounds"] or (0.0, torch.inf)
-        if not 0 <= low <= high or high == 0:
-            raise ValueError(
-                f"`weight_norm_bounds` (={group['weight_norm_bounds']!r:.60}) must be (low, high), low <= high, "
-                "neither negative, high above 0: it bounds a layer's |w| in the trust ratio. None is no bound."
-            )
+        require_bounds(group["weight_norm_bounds"])
         if (bound := group["max_grad_norm"]) is not None:
-            why = "it bounds the norm of all gradients together; None is no bound"
-            require_number("max_grad_norm", bound, why, above=True)
+            require_number("max_grad_norm", bound, "it bounds all gradients together; None is no bound", above=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; raises as the base does, and for a `max_grad_norm` that is not the optimizer's."""
@@ -186,10 +178,7 @@ class LAMB(LayerwiseOptimizer):
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
                 if self.shard_sums is not None:
                     norms = self.shard_sums.norms(params, *norms)
-            weight_norms, update_norms = norms
-            if group["weight_norm_bounds"] is not None:
-                weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
-            ratios = trust_ratio(weight_norms, update_norms)
+            ratios = trust_ratio(bounded(norms[0], group["weight_norm_bounds"]), norms[1])
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, means, squares, *_ in blocks:

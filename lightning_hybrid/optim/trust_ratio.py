@@ -1,6 +1,7 @@
 """Layer norms that are right at any size and in any dtype, and the trust ratio made of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ def trust_ratio(
     defined = (weight_norm > 0) & (update_norm > 0)
     # where() drops the inf or nan of a division by zero.
     return torch.where(defined, trust_coefficient * weight_norm / denominator, 1.0)
+
+
+def require_bounds(bounds: Any) -> None:
+    """Raise `ValueError` unless `weight_norm_bounds` is None, or two numbers that bound a norm."""
+    pair: Any = bounds if isinstance(bounds, tuple | list) and len(bounds) == 2 else ()
+    are_numbers = bool(pair) and all(isinstance(one, int | float) and not isinstance(one, bool) for one in pair)
+    if bounds is not None and not (are_numbers and 0 <= pair[0] <= pair[1] and pair[1] > 0):
+        raise ValueError(
+            f"`weight_norm_bounds` (={bounds!r:.60}) must be (low, high), two numbers, low <= high, neither negative, "
+            "high above 0: they bound a layer's |w| in the trust ratio. None is no bound."
+        )
+
+
+def bounded(weight_norms: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """Return phi(|w|) = min(max(|w|, low), high), in fp32 as the norms; without bounds the norms.
+
+    Source: You et al. 2019 (arXiv:1904.00962).
+    """
+    return weight_norms if bounds is None else weight_norms.clamp(*bounds)
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
