@@ -151,7 +151,12 @@ class ElasticFit:
         loader = self._loader
         if not self._runs_shard and loader is not None and self._shards and loader.first != self._shards[0]:
             batch = self._batch_of(self._shards[0])  # Lightning has read that of a shard which is another rank's by now
-        return step(batch, *args)
+        if (output := step(batch, *args)) is None:  # without a backward the others would wait for this rank
+            raise RuntimeError(
+                "`training_step` (returned None) must return a loss with `elastic`: every rank adds its part to a sum. "
+                "Return a loss of zero that depends on the parameters, or leave `strategy.elastic` out."
+            )
+        return output
 
     def _reduce(self, reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor if self._logs is not None else reduce(tensor, *args, **kwargs)  # added up at the step's end

@@ -63,6 +63,16 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
     assert read == [[of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]] for step in range(5)]
 
 
+def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    fit = ElasticFit.__new__(ElasticFit)
+    fit._runs_shard, fit._loader, fit._shards = False, None, []
+    assert fit._training_step(lambda batch: batch, 3) == 3
+    with pytest.raises(RuntimeError, match=r"`training_step` \(returned None\) must return a loss with `elastic`"):
+        fit._training_step(lambda batch: None, 3)
+
+
 def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
     for world_size in range(1, 9):
         found = [shard for rank in range(world_size) for shard in shards_of(rank, world_size, 8)]
