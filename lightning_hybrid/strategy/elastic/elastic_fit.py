@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -25,7 +24,7 @@ from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
-from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+from lightning_hybrid.strategy.elastic.step_logs import StepLogs, SummedMetric, summed_metrics
 from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
 
 _WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
@@ -62,6 +61,8 @@ class ElasticFit:
         self._loader: ShardLoader | None = None
         self._views: Views | None = None
         self._buckets: list[FlatBucket] = []
+        self._buffers: list[dict[str, Tensor | None]] = []  # of each submodule that has some: to walk takes long
+        self._metrics: list[SummedMetric] = []
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
@@ -129,6 +130,8 @@ class ElasticFit:
         if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
             parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
             self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+            self._buffers = [one._buffers for one in self._module.modules() if one._buffers]
+            self._metrics = summed_metrics(self._module)
             engine, timeout = self._comm.engine, self._timeout
             self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout)
             self._views.enter(self._use)
@@ -178,8 +181,8 @@ class ElasticFit:
             self._loader.use(self._shards)
 
     def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
-        buffers, outputs, run_first = [buffer.clone() for buffer in self._module.buffers()], None, closure
-        self._logs = logs = StepLogs(self._module)
+        buffers, outputs, run_first = self._copied_buffers(), None, closure
+        self._logs = logs = StepLogs(self._module.trainer._results, self._metrics)
         try:
             for _ in range(MOST_VIEWS):
                 if not views.ended:
@@ -211,7 +214,7 @@ class ElasticFit:
         with self._drawing(views, shards[0]):
             outputs = run_first()
         logs.end_shard()
-        after_first = [buffer.clone() for buffer in self._module.buffers()] if len(shards) > 1 else []
+        after_first = self._copied_buffers() if len(shards) > 1 else []
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
@@ -219,7 +222,8 @@ class ElasticFit:
                 self._run(batch)
             logs.end_shard()
         model.require_backward_grad_sync = True
-        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
+        if after_first:  # as under `ddp`, where each rank sees one shard
+            self._put_buffers(after_first)
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -232,9 +236,14 @@ class ElasticFit:
         with self._seeded(views.seed % 2**64, views.committed, shard):
             yield
 
-    @torch.no_grad()
+    def _present_buffers(self) -> list[Tensor]:
+        return [each.detach() for some in self._buffers for each in some.values() if each is not None]
+
+    def _copied_buffers(self) -> list[Tensor]:
+        return [each.clone() for each in self._present_buffers()]
+
     def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._module.buffers(), values, strict=bool(values)):
+        for buffer, value in zip(self._present_buffers(), values, strict=True):
             buffer.copy_(value)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
@@ -245,9 +254,9 @@ class ElasticFit:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
-        world, buffers = None if views.groups is None else views.groups.world, list(self._module.buffers())
+        world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
-            dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
+            dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
         is_first = views.topology.local_rank == 0
         logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
         self._sums_apart = False

@@ -9,22 +9,37 @@ Sums are kept by the first rank of each host, and zeros by its others: Lightning
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
+
+SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
+
+
+def summed_metrics(module: nn.Module) -> list[SummedMetric]:
+    """Return the metrics in a module."""
+    metrics: list[Any] = [one for one in module.modules() if isinstance(one, Metric)]
+    sums = [{name for name, how in one._reductions.items() if how is dim_zero_sum} for one in metrics]
+    return list(zip(metrics, map(sorted, sums), strict=True))
 
 
 class StepLogs:
-    """Values before a step, to go back to, and of its shards, to add up; `module` trains."""
+    """Values before a step, to go back to, and of its shards, to add up.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._results: dict[str, Any] = module.trainer._results  # type: ignore[assignment, union-attr]
-        self._metrics = [(one, _sums_in(one)) for one in module.modules() if isinstance(one, Metric)]
-        self._before = {key: dict(vars(one)) for key, one in self._results.items()}
-        self._states = [(one._copy_state_dict(), one._update_count) for one, _ in self._metrics]
+    `results`: what Lightning has collected in the epoch; `metrics`: of the module.
+    """
+
+    def __init__(self, results: dict[str, Any], metrics: Sequence[SummedMetric]) -> None:
+        self._results, self._metrics = results, metrics
+        self._before = {key: dict(vars(one)) for key, one in results.items()}
+        self._states = [
+            ({name: _copy(getattr(one, name)) for name in one._defaults}, one._update_count) for one, _ in metrics
+        ]
         self._first: dict[str, dict[str, Any]] = {}
         self._of_shards: dict[str, list[Tensor]] = {}  # what is logged of the step, not of the epoch
 
@@ -37,7 +52,7 @@ class StepLogs:
                 vars(self._results[key]).update(self._before[key])
         for (metric, _), (state, count) in zip(self._metrics, self._states, strict=True):
             for name, value in state.items():
-                setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+                setattr(metric, name, _copy(value))
             metric._update_count = count
         self._first, self._of_shards = {}, {}
 
@@ -86,7 +101,5 @@ def _is_shared(one: Any) -> bool:
     return bool(one.is_tensor and one.meta.sync.should)
 
 
-def _sums_in(metric: Any) -> list[str]:
-    # States that are added up over ranks.
-    reductions = metric._reductions.items()
-    return [name for name, how in reductions if getattr(how, "__name__", "") == "dim_zero_sum"]
+def _copy(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)  # of what a metric appends to

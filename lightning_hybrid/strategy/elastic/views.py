@@ -23,6 +23,7 @@ from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
 from lightning_hybrid.comm.membership.view import View
 from lightning_hybrid.precision.skipped_steps import SkipFlag
+from lightning_hybrid.strategy.elastic.host_vote import HostVote
 from lightning_hybrid.strategy.elastic.option import Elastic
 
 # Views in a row in which a step fails although no host is lost: then the cause is another.
@@ -67,6 +68,7 @@ class Views:
             on_change=self._on_change,
             make_store=self._open_store,
         )
+        self._vote = HostVote(self.topology)  # now that a rank that is lost is seen
 
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
@@ -150,14 +152,11 @@ class Views:
 
     def agrees(self, is_so: bool, otherwise: str) -> bool:
         """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
-        # Through the host's own group, which ends with no view: else one would wait here for another that has gone on.
-        if len(self.topology.node) > 1:
-            vote = torch.tensor([float(is_so)])
-            dist.all_reduce(vote, dist.ReduceOp.MIN)
-            if is_so and not vote:
-                self.ended = self.ended or otherwise
-            is_so = bool(vote)
-        return is_so
+        # By what ends with no view: else one would wait here for another that has gone on.
+        is_so_on_all = self._vote(is_so)
+        if is_so and not is_so_on_all:
+            self.ended = self.ended or otherwise
+        return is_so_on_all
 
     def _cut(self) -> None:
         self._engine.cut(f"comm: {self.ended}")
@@ -179,6 +178,7 @@ class Views:
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
+        self._vote.close()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

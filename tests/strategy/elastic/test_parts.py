@@ -128,7 +128,7 @@ def logged_by(shards: list[float], *, attempts: int) -> dict[str, float]:
     """Log two steps of these shards, of which all but the last attempt are dropped."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-    from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+    from lightning_hybrid.strategy.elastic.step_logs import StepLogs, summed_metrics
 
     module = Logging()
     results = _ResultCollection(training=True)
@@ -140,7 +140,7 @@ def logged_by(shards: list[float], *, attempts: int) -> dict[str, float]:
 
     object.__setattr__(module, "log", log)
     for _ in range(2):
-        logs = StepLogs(module)
+        logs = StepLogs(results, summed_metrics(module))
         for _ in range(attempts):
             logs.restore()
             for value in shards:
