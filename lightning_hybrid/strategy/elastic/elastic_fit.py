@@ -104,6 +104,7 @@ class ElasticFit:
         if self._loader is not None:
             raise ValueError("`elastic` deals the batches of one training loader, and there are several. Give one.")
         self._loader = ShardLoader(loader, self._num_shards, seed, prepare)
+        self._loader.use(self._shards)  # hosts have met before Lightning asks for loaders
         return self._loader
 
     @property

@@ -33,7 +33,8 @@ class HostVote:
         """Return whether it is so on all. Collective among them."""
         if not self._is_first:
             self._tell(is_so)
-        is_so = all([one.recv_bytes() == b"1" for one in self._others]) and is_so
+        votes = [one.recv_bytes() == b"1" for one in self._others]
+        is_so = is_so and all(votes)
         if self._is_first:
             self._tell(is_so)
         return is_so
