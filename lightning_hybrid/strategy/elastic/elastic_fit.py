@@ -7,8 +7,7 @@ view ends           every wait in its groups ends; hosts meet again, and who is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.futures import Future
 
 from lightning_hybrid.comm import HookState, Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
-from lightning_hybrid.data.random_streams import SeededStreams
+from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
@@ -66,7 +65,6 @@ class ElasticFit:
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
-        self._seeded = SeededStreams()
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -212,16 +210,17 @@ class ElasticFit:
             coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
             self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
-        with self._drawing(views, shards[0]):
-            outputs = run_first()
+        self._seed_for(views, shards[0])
+        outputs = run_first()
         logs.end_shard()
         after_first = self._copied_buffers() if len(shards) > 1 else []
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
-            with self._drawing(views, shard):
-                self._run(batch)
+            self._seed_for(views, shard)
+            self._run(batch)
             logs.end_shard()
+        self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
         if after_first:  # as under `ddp`, where each rank sees one shard
             self._put_buffers(after_first)
@@ -232,10 +231,9 @@ class ElasticFit:
                 views.note(error)
         return outputs
 
-    @contextmanager
-    def _drawing(self, views: Views, shard: int) -> Iterator[None]:
-        with self._seeded(views.seed % 2**64, views.committed, shard):
-            yield
+    @staticmethod
+    def _seed_for(views: Views, shard: int) -> None:
+        seed_streams(views.seed % 2**64, views.committed, shard)
 
     def _present_buffers(self) -> list[Tensor]:
         return [each.detach() for some in self._buffers for each in some.values() if each is not None]
