@@ -3,8 +3,6 @@
 What it depends on comes from this environment, so that nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

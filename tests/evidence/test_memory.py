@@ -1,7 +1,5 @@
 """The census finds what is known to be there: tensors of known sizes, in fresh processes, by owner."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.evidence.outcomes import ran

@@ -4,8 +4,6 @@ Digits in two to four views; what an image's views are depends on its number alo
 `examples/pytorch_lightning_distributed`: losses over all ranks where it has them so, its optimizers and rates.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from time import process_time

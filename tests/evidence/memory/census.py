@@ -1,7 +1,5 @@
 """Bytes per parameter that a training holds between two steps, by owner, taken from the tensors themselves."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import tempfile

@@ -4,8 +4,6 @@
 measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from lightning_hybrid.comm.plan import MIB, CommPlan

@@ -3,8 +3,6 @@
 `python -m tests.evidence.planner.defaults` prints the table of recipes/records/simulate/README.md. Nothing is measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

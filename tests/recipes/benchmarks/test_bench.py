@@ -1,7 +1,5 @@
 """Benchmarks measure what they say, and refuse what they cannot measure before they start any rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

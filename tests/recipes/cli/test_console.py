@@ -1,7 +1,5 @@
 """The console command: quick answers, the command that a word names, completion in bash."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The planner says what it was asked, on every cluster described, and its comparisons with measurements hold."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

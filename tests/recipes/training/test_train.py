@@ -1,7 +1,5 @@
 """The main job as a user starts it: real processes, real files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
