@@ -1,7 +1,5 @@
 """The layout of the house: who imports whom, by folder; names with one meaning; nothing that only its tests use."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import textwrap

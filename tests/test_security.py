@@ -3,8 +3,6 @@
 What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipes/cli/test_hydra_callbacks.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Checkpoint files: whole or not there, and damaged ones are found."""
 
-from __future__ import annotations
-
 import errno
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """A user's own `DataLoader` resumes with the images that were left and the random numbers of their transforms."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from itertools import chain

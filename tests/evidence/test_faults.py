@@ -1,7 +1,5 @@
 """Injected faults are judged by what ranks wrote: a broken promise is seen, one that holds is not doubted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The cluster itself: links are as slow as asked, failures are told, nothing is left behind."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

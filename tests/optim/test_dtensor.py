@@ -1,7 +1,5 @@
 """DTensor parameters, on real ranks: each moves its shards as the whole tensors move; few collectives; refusals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

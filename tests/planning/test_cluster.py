@@ -1,7 +1,5 @@
 """The stages of every algorithm on a cluster: bytes as traffic.py counts them, and NCCL's own model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -4,8 +4,6 @@ Source: NVIDIA/nccl 2.28, src/graph/tuning.cc, `ncclTunerConstantsDefaults`, `nc
 `ncclTopoGetAlgoTime`; the hop of NVLS trees between nodes is of its main branch in June 2026.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

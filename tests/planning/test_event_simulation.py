@@ -1,7 +1,5 @@
 """Events: threads do one chunk at a time, places are shared fairly, nothing is lost and nothing is done twice."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

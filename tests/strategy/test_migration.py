@@ -1,7 +1,5 @@
 """The page for users of other libraries: what its tables say trains, and their checkpoints go on."""
 
-from __future__ import annotations
-
 import ast
 import re
 from contextlib import chdir

@@ -1,7 +1,5 @@
 """Rank of a short training run with a fault."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

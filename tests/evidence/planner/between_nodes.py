@@ -5,8 +5,6 @@ before NCCL's limits per channel, chunks and fabrics were in it (commit c84df1b9
 change: a source is read where the first byte of the SHA-256 of its name is even, and unread where it is odd.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math

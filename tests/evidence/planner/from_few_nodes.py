@@ -5,8 +5,6 @@ fewer nodes, are the curve of the cluster that predicts the others. Buckets: 256
 backward of half, once and twice one sum of all of it, in equal buckets on one stream, by the published times.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Clusters of conf/cluster and networks by name, for comparisons with what was published."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Published results of pipelines and of memory, and predictions: `python -m tests.evidence.planner.pipeline_rows`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 

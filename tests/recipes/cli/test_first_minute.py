@@ -1,7 +1,5 @@
 """The first second of a command: choices, values that cannot be, packages that are missing; no folder stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """DALI decodes our bytes in our order with our crops: labels and resume as ever, pixels but for rounding."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

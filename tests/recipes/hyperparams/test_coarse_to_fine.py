@@ -1,7 +1,5 @@
 """The search finds what was planted, forgets nothing, repeats nothing, and is ended by nothing that a trial does."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Trials are real runs of the training recipe: validated, tested if allowed, ended when they have lost."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

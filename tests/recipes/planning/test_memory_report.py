@@ -1,7 +1,5 @@
 """What the planner says of memory and of pipelines, on networks whose numbers are known by hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """What is measured is written so that the simulator and the strategy take it, and what cannot be is refused in time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

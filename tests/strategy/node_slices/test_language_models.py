@@ -1,7 +1,5 @@
 """Transformers cut over the ranks of a node: attention by heads, feed-forward by features, both ends by tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """What is planted is found again, with the confidence that is stated, and what is no line is said to be none."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sums between nodes in fewer bits: bytes of the engine's own formula, time of the codec, and when they pay."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
