@@ -21,10 +21,10 @@ class HostVote:
         self._others = []
         if num_others:
             listener = Listener(family="AF_UNIX", backlog=num_others) if self._is_first else None
-            address = [listener and listener.address]
+            address = [str(listener.address if listener else "")]
             dist.broadcast_object_list(address, src=0)
             if listener is None:
-                self._others = [Client(address[0])]
+                self._others = [Client(*address)]
             else:
                 with listener:
                     self._others = [listener.accept() for _ in range(num_others)]

@@ -9,7 +9,7 @@ Sums are kept by the first rank of each host, and zeros by its others: Lightning
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
+_SENT = ("value", "cumulated_batch_size")
 SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
 
 
@@ -28,14 +29,39 @@ def summed_metrics(module: nn.Module) -> list[SummedMetric]:
     return list(zip(metrics, map(sorted, sums), strict=True))
 
 
+def collected(results: dict[str, Any], metrics: Sequence[SummedMetric]) -> dict[str, Any]:
+    """Return what an epoch has collected so far, to be sent to hosts that are behind."""
+    own = {
+        key: {name: now for name in _SENT if isinstance(now := getattr(one, name, None), Tensor)}
+        for key, one in results.items()
+        if one.is_tensor and one.meta.on_epoch
+    }
+    of_step = {key: one._forward_cache for key, one in results.items() if one.is_tensor and one.meta.on_step}
+    states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in metrics]
+    return {"values": own, "of_step": of_step, "metrics": states}
+
+
+def take(found: dict[str, Any], results: dict[str, Any], metrics: Sequence[SummedMetric]) -> None:
+    """Take what was collected, in place of this host's own."""
+    for key, one in results.items():
+        vars(one).update(found["values"].get(key, {}))
+        one._forward_cache = found["of_step"].get(key, one._forward_cache)
+    for (metric, _), (states, count) in zip(metrics, found["metrics"], strict=True):
+        vars(metric).update(states, _update_count=count, _computed=None)
+
+
 class StepLogs:
     """Values before a step, to go back to, and of its shards, to add up.
 
-    `results`: what Lightning has collected in the epoch; `metrics`: of the module.
+    `results`: what Lightning has collected in the epoch; `metrics`: of the module; `unseen`: what other hosts had
+    collected before this one came, by key: it counts from when this host logs the key.
     """
 
-    def __init__(self, results: dict[str, Any], metrics: Sequence[SummedMetric]) -> None:
+    def __init__(
+        self, results: dict[str, Any], metrics: Sequence[SummedMetric], unseen: Mapping[str, dict[str, Tensor]]
+    ) -> None:
         self._results, self._metrics = results, metrics
+        self._unseen = {key: values for key, values in unseen.items() if key not in results}
         self._before = {key: dict(vars(one)) for key, one in results.items()}
         self._states = [
             ({name: _copy(getattr(one, name)) for name in one._defaults}, one._update_count) for one, _ in metrics
@@ -71,10 +97,13 @@ class StepLogs:
         """Add up over all ranks of a view. Collective where something is logged or counted so."""
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, one in self._results.items():
+            unseen = self._unseen.get(key, {})
             if not _is_shared(one):
+                if unseen and _is_sum(one):
+                    vars(one).update({name: getattr(one, name) + value for name, value in unseen.items()})
                 continue
             is_mean = one.meta.is_mean_reduction
-            if not (is_mean or one.meta.is_sum_reduction):
+            if not _is_sum(one):
                 continue  # the largest and the smallest stay those of a host
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
@@ -82,7 +111,7 @@ class StepLogs:
             for name in ("value", "cumulated_batch_size") if one.meta.on_epoch else ():
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
-                    added.append((one, name, before, now - before, 1))
+                    added.append((one, name, before + unseen.get(name, 0), now - before, 1))
         for (metric, names), (state, _) in zip(self._metrics, self._states, strict=True):
             added += [(metric, name, state[name], getattr(metric, name) - state[name], 1) for name in names]
         if not added:
@@ -99,6 +128,10 @@ class StepLogs:
 
 def _is_shared(one: Any) -> bool:
     return bool(one.is_tensor and one.meta.sync.should)
+
+
+def _is_sum(one: Any) -> bool:
+    return bool(one.is_tensor and (one.meta.is_mean_reduction or one.meta.is_sum_reduction))
 
 
 def _copy(state: Any) -> Any:
