@@ -28,6 +28,7 @@ from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.run_status import tensors_of_replica
 from lightning_hybrid.strategy.elastic.host_vote import HostVote
 from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
 # Views in a row in which a step fails although no host is lost: then the cause is another.
 MOST_VIEWS = 20
@@ -41,11 +42,11 @@ class Views:
         strategy: has module, optimizers and precision, which a rank that is behind takes from another.
         engine: sums over the present view.
         timeout: of every wait for others.
+        logs: of the epoch, which a host that is behind takes, too.
 
     Attributes:
         ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
         committed: optimizer steps that this rank has.
-        collected, take: return what the epoch has collected in logs and metrics, and take it from another host.
     """
 
     def __init__(
@@ -55,11 +56,9 @@ class Views:
         *,
         engine: ViewEngine,
         timeout: timedelta,
-        collected: Callable[[], Any],
-        take: Callable[[Any], None],
+        logs: EpochLogs,
     ) -> None:
-        self._strategy, self._engine, self._timeout = strategy, engine, timeout
-        self._collected, self._take = collected, take
+        self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
         self.topology, self.seed = engine.topology, torch.initial_seed()
         self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
@@ -212,14 +211,14 @@ class Views:
             # By all ranks of the host: with `shard_update` each has a part.
             checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
             if me.id == source.id:
-                torch.save((self.seed, checkpoint, self._collected()), file := io.BytesIO())
+                torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
         self.seed, checkpoint, collected = torch.load(io.BytesIO(data), weights_only=True)
         self._load(checkpoint, with_place=joins)
-        self._take(collected)
+        self._logs.take(collected, is_in_step=is_in_step)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True
         return True
