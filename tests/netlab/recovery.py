@@ -314,9 +314,9 @@ def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return (first step, end, hosts) of each part of a run."""
     hosts: dict[int, int] = {}
-    for row in rows:
-        if row["event"] == "step":
-            hosts[row["step"]] = row["hosts"]
+    for row in sorted(rows, key=lambda row: row["t"]):
+        if row["event"] == "step":  # who has it first has made it, and who takes it from that one is in another view
+            hosts.setdefault(row["step"], row["hosts"])
     parts: list[tuple[int, int, int]] = []
     for step in sorted(hosts):
         if parts and parts[-1][2] == hosts[step] and parts[-1][1] == step:

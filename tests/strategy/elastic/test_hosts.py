@@ -35,7 +35,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_
         {"ranks": 2, "kinds": ["split", "stop"], "losses": 2},
         {"ranks": 2, "kinds": ["kill"], "with": ["shard_update", "int8"]},
         {"kinds": ["validation", "checkpoint", "joining"], "losses": 3},
-        {"hosts": 3, "lost": 2, "kinds": ["kill"]},
+        {"hosts": 4, "lost": 2, "kinds": ["split"], "with": ["int8"]},
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
+from tests.netlab.recovery import parts_of
 
 NUM_SHARDS = 4
 
@@ -104,6 +105,12 @@ def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
         bucket.give_back()
     for one, before in zip(weights, wanted, strict=True):
         assert torch.equal(one.grad, before * 2)
+
+
+def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> None:
+    seen = [(0.0, 0, 4), (0.1, 1, 4), (0.3, 1, 2), (0.4, 2, 2)]  # when, step, hosts
+    rows = [{"event": "step", "t": time_s, "step": step, "hosts": hosts} for time_s, step, hosts in seen]
+    assert parts_of(rows[::-1]) == [(0, 2, 4), (2, 3, 2)]
 
 
 class Logging(pl.LightningModule):
