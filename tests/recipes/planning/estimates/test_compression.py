@@ -66,17 +66,6 @@ def test_small_gradients_are_sent_as_whole_blocks():
     assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in found] == [16, 16 * 256]
 
 
-@pytest.mark.parametrize("transport", [FREE_GLOO, NCCL], ids=["gloo", "nccl"])
-def test_on_one_node_nothing_changes(transport):
-    found = cluster(1, 4, transport=transport)
-    for algorithm in OURS:
-        assert found.stages(algorithm, SIZE, INT8) == found.stages(algorithm, SIZE)
-    ask = {"itemsize": 2, "on_cuda": transport is NCCL}
-    steps = [simulate(SIXTEEN, found, CommPlan(), wire=wire, **ask) for wire in (None, INT8)]
-    assert steps[0].first == steps[1].first
-    assert compressed_steps(SIXTEEN, found, [CommPlan()], **ask) == ()
-
-
 def test_the_codec_takes_its_time_in_the_stage_between_nodes():
     """Two nodes: 1 GB/s of float32, of which a rank of two has a half; four nodes encode a quarter once more."""
     slow = CodecRates(int8_bytes_per_s=1e9, int4_bytes_per_s=5e8)
@@ -123,15 +112,6 @@ def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     assert kinds <= {"hierarchical", "two_level"} | (set() if on_cuda else {"auto"})
     with pytest.raises(ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"):
         simulate(BARE, found, CommPlan(algorithm="flat"), wire=INT8, **ask)
-
-
-def test_sums_of_others_have_no_other_form_between_nodes():
-    with pytest.raises(ValueError, match=r"`algorithm` \(='nccl'\) must be one of flat, .* \(='int8'\)"):
-        cluster(2, 2, transport=NCCL).stages("nccl", SIZE, INT8)
-    with pytest.raises(ValueError, match=r"`comm_dtype_across_nodes` \(='int2'\) must be one of 'float16'"):
-        NodeWire(name="int2", itemsize=2)
-    with pytest.raises(ValueError, match=r"`codec.int4_bytes_per_s` \(=0\) must be positive"):
-        CodecRates(int4_bytes_per_s=0)
 
 
 def steps_on(mbit_per_s, work, **more):
