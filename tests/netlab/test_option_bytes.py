@@ -94,6 +94,44 @@ def test_slices_send_their_images_and_no_gradients(cluster_or_skip):
     assert whole / cut == pytest.approx(6.5, rel=0.05)
 
 
+# Of a language model on four ranks, 8 sequences of 32 tokens on each, in fp32; all tokens of BERT.
+NUM_TOKENS, HIDDEN, VOCABULARY, NUM_SHARING = 8 * 32, 768, 30_522, 4
+
+
+def sent_by_transformers():
+    """By attention, by feed-forward; by a head's input, and by losses over its logits, which are then gathered."""
+    layer = nn.TransformerEncoderLayer(HIDDEN, 12, 4 * HIDDEN, batch_first=True)
+    ends = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
+    net, ranks = nn.Sequential(layer, ends), NodeRanks(dist.group.WORLD)
+    groups = [("0.self_attn", "0.self_attn.out_proj"), ("0.linear1", "0.linear2"), ("1.0",), ("1.1",)]
+    cut_(net, groups, ranks)
+    x = torch.randn(8, 32, HIDDEN, requires_grad=True)
+    tokens = torch.randint(VOCABULARY, (8, 32))
+    logits = torch.randn(NUM_SHARING * 8, 32, -(-VOCABULARY // NUM_SHARING), requires_grad=True)
+    losses_of, whole = vars(ends[1])["sliced"].losses_of, [torch.empty_like(logits) for _ in range(NUM_SHARING)]
+    return [
+        counted_again(lambda: layer._sa_block(x, None, None).sum().backward()),
+        counted_again(lambda: layer._ff_block(x).sum().backward()),
+        counted_again(lambda: ranks.gather(x).sum().backward()),  # as a head does
+        counted_again(lambda: losses_of(logits, tokens).sum().backward()),
+        counted_again(lambda: dist.all_gather(whole, logits.detach())),
+    ]
+
+
+def test_transformers_send_what_the_formula_of_tensor_parallelism_says_and_losses_no_logits(cluster_or_skip):
+    """Two sums of all tokens for attention, two for feed-forward, forward and backward; a head half of that."""
+    with Cluster(num_hosts=1, ranks_per_host=NUM_SHARING, mbit_per_s=1000) as cluster:
+        found = cluster.call(sent_by_transformers, timeout_s=300)
+    attention, feed_forward, head, losses, logits = (max(of_ranks) for of_ranks in zip(*found, strict=True))
+    pair = (
+        4 * (NUM_SHARING - 1) * NUM_SHARING * NUM_TOKENS * HIDDEN * 4
+    )  # of all ranks; torch's sum sends 2 (g - 1) / g
+    assert attention == pytest.approx(pair, rel=TOLERANCE)
+    assert feed_forward == pytest.approx(pair, rel=TOLERANCE)
+    assert head == pytest.approx(pair / 2, rel=TOLERANCE)
+    assert logits / losses > 1000
+
+
 # ---- a pipeline: of each cut one tensor there and its gradient back --------------------------------------------------
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
