@@ -4,6 +4,7 @@ Source: NVIDIA/nccl 2.28, src/graph/tuning.cc, `ncclTunerConstantsDefaults`, `nc
 `ncclTopoGetAlgoTime`; the hop of NVLS trees between nodes is of its main branch in June 2026.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,38 @@ from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.nccl_tables import nvls_tree_round_bytes
 
+# Microseconds of a start and of a hop: LL, LL128, Simple.
+BASE_LATENCIES = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+HARDWARE_LATENCIES = {
+    "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
+    "pci": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
+    "net": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
+}
+PROTOCOLS = ("ll", "ll128", "simple")
 FREE = Link(latency_s=0.0, bytes_per_s=1e30)
+
+
+NODES, RANKS = 4, 8
+
+
+def latency_us(nccl, algorithm, num_bytes=0.0, num_nodes=NODES):
+    ask = {"num_nodes": num_nodes, "ranks_per_node": RANKS, "inside": FREE, "across": FREE}
+    return 1e6 * nccl.all_reduce(num_bytes, algorithm=algorithm, **ask).latency_s
+
+
+@pytest.mark.parametrize("place", range(3), ids=PROTOCOLS.__getitem__)
+@pytest.mark.parametrize("algorithm", ["tree", "ring"])
+@pytest.mark.parametrize("inside", ["nvlink", "pci"])
+def test_hops_take_what_the_tables_say(inside, algorithm, place):
+    """Rings: 2 (P - 1) hops, 2 (N - 1) of them between nodes; trees: up and down k - 1 ranks and log2 N nodes."""
+    intra, inter = (HARDWARE_LATENCIES[where][algorithm][place] for where in (inside, "net"))
+    if algorithm == "tree":
+        hops = 2 * ((RANKS - 1) * intra + math.log2(NODES) * inter)
+    else:
+        overhead = 1.0 * (3 if PROTOCOLS[place] == "simple" else 1)  # of a host by Intel
+        hops = (2 * (NODES * RANKS - 1) - 2 * (NODES - 1)) * max(intra, overhead) + 2 * (NODES - 1) * inter
+    found = latency_us(Nccl(inside=inside, protocols=(PROTOCOLS[place],)), algorithm)
+    assert found == pytest.approx(BASE_LATENCIES[algorithm][place] + hops)
 
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e15)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm import traffic_of
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cluster_costs import OURS
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import CodecRates, NodeWire
@@ -50,31 +49,11 @@ def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(trans
     assert stage.work_s * 1e9 == pytest.approx(2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9)
 
 
-def test_fp32_buckets_are_halved_by_float16_between_nodes_and_fp16_ones_are_left():
-    wide, half = (NodeWire(name="float16", itemsize=itemsize) for itemsize in (4, 2))
-    found = cluster(3, 2)
-    for algorithm in OURS:
-        assert across_bytes(found, algorithm, wide) == pytest.approx(across_bytes(found, algorithm, None) / 2)
-        assert found.stages(algorithm, SIZE, half) == found.stages(algorithm, SIZE)
-    assert found.codec_s("two_level", SIZE, wide) == 0.0
-
-
 def test_small_gradients_are_sent_as_whole_blocks():
     """Sixteen gradients of one element become sixteen blocks of 256."""
     work = StepWorkload(forward_s=0.0, gradients=((1, 0.0),) * 16)
     found = [simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w) for w in (None, INT8)]
     assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in found] == [16, 16 * 256]
-
-
-def test_the_codec_takes_its_time_in_the_stage_between_nodes():
-    """Two nodes: 1 GB/s of float32, of which a rank of two has a half; four nodes encode a quarter once more."""
-    slow = CodecRates(int8_bytes_per_s=1e9, int4_bytes_per_s=5e8)
-    for num_nodes, num_times in ((2, 1.0), (4, 1.25)):
-        free, taken = (cluster(num_nodes, 2, codec=rates) for rates in (CodecRates(int8_bytes_per_s=1e30), slow))
-        more_s = taken.alone_s("two_level", SIZE, INT8) - free.alone_s("two_level", SIZE, INT8)
-        assert more_s == pytest.approx(num_times * 4 * (SIZE / 2) / 2 / 1e9, rel=1e-6)
-        assert taken.codec_s("two_level", SIZE, INT8) == pytest.approx(more_s, rel=1e-6)
-        assert taken.codec_s("hierarchical", SIZE, INT4) == pytest.approx(4 * more_s, rel=1e-6)  # one rank has all
 
 
 def test_ranks_that_share_cores_encode_one_after_another():
