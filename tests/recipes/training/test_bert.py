@@ -48,7 +48,7 @@ def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None):
 def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
     whole, _ = fitted(text, "trainer.devices=1")
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
-    for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,), (2, "batch_size_per_rank=2")):
+    for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,)):
         words = (f"trainer.devices={num_ranks}", *overrides)
         of_ranks = [fitted(text, *words)] if num_ranks == 1 else rank_pool.ranks(num_ranks).run(fitted, text, *words)
         torch.testing.assert_close(sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0)
