@@ -33,7 +33,7 @@ ARROWS = {
     "comm.health": OF_COMM,
     "comm.membership": set(),
     "comm.stats": OF_COMM,
-    "run_status": {"comm.stats", "precision"},
+    "run_status": {"comm.health", "comm.stats", "optim.dtensor", "precision"},
     "precision": set(),
     "checkpoint": set(),
     "optim": set(),

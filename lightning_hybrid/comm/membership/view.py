@@ -89,7 +89,7 @@ class Settings:
     @property
     def tick_s(self) -> float:
         """Time between two signs of life."""
-        return self.silent_s / 8
+        return self.silent_s / 4
 
     @property
     def path(self) -> str:
