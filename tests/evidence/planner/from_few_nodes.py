@@ -75,8 +75,9 @@ def median(kind: str, few: int, many: int) -> tuple[float, float]:
 def step_s(bucket_bytes: float, backward_s: float, sum_s: Callable[[float], float]) -> float:
     """Compute when the last of equal buckets is summed."""
     count, at_s = max(1, round(TOTAL / bucket_bytes)), 0.0
+    each_s = sum_s(TOTAL / count)
     for index in range(count):
-        at_s = max(at_s, (index + 1) / count * backward_s) + sum_s(TOTAL / count)
+        at_s = max(at_s, (index + 1) / count * backward_s) + each_s
     return at_s
 
 

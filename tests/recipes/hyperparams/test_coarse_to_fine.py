@@ -43,18 +43,6 @@ def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(tmp
     assert len(run.seen()) == 5 + 2 + 2
 
 
-def test_two_axes_are_searched_together(tmp_path):
-    decay = Axis(key="decay", low=0.0, high=1.0, num=3, scale="linear")
-
-    def trial(overrides, limits):
-        lr, weight_decay = (float(override.partition("=")[2]) for override in overrides)
-        return TrialOutcome(overrides=overrides, status="done", value=abs(math.log10(lr)) + abs(weight_decay - 0.75))
-
-    run, _ = searched(tmp_path, trial, axes=(LR, decay))
-    assert best_of(run.seen()).overrides == ("lr=1", "decay=0.75")
-    assert len(run.seen()) == 15 + 8 + 8
-
-
 @pytest.mark.parametrize(("how", "num_workers"), [("fail_above", 2), ("diverge_above", 0)])
 def test_a_trial_that_fails_or_diverges_is_worst_and_ends_nothing(tmp_path, how, num_workers):
     """The optimum is where trials fail: the best is the best of those that do not."""

@@ -40,6 +40,19 @@ def test_optuna_finds_a_planted_optimum_and_forgives_what_diverges(tmp_path):
     assert any(outcome.status == "diverged" for outcome in run.seen())
 
 
+def test_optuna_goes_on_and_runs_no_trial_twice(tmp_path):
+    needs_optuna()
+    calls = tmp_path / "calls"
+    trial = Planted(optimum=3.0, calls=str(calls))
+    whole, _ = searched(tmp_path, trial, backend=OptunaSearch(num_trials=12))
+    (tmp_path / "trials.jsonl").write_text(
+        "".join((tmp_path / "trials.jsonl").read_text().splitlines(keepends=True)[:7])
+    )
+    again, _ = searched(tmp_path, trial, backend=OptunaSearch(num_trials=12))
+    assert rates(again.seen()) == rates(whole.seen())
+    assert len(calls.read_text().splitlines()) == 12 + 5
+
+
 def test_a_missing_optuna_is_reported_with_its_cure(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ValueError, match=r"needs the package optuna.*pip install 'lightning-hybrid\[search\]'"):
