@@ -30,13 +30,10 @@ class EpochLogs:
         sums = [[name for name, how in one._reductions.items() if how is dim_zero_sum] for one in metrics]
         self._metrics: list[SummedMetric] = list(zip(metrics, sums, strict=True))
         self._trainer, self._is_first = module.trainer, is_first
-        self._found: dict[str, Any] | None = None  # to be taken
         self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
 
     def step(self) -> StepLogs:
         """Return the logs of a step that begins."""
-        if self._found is not None:
-            self._take_now(self._found)
         epoch, unseen = self._unseen
         return StepLogs(self._trainer._results, self._metrics, unseen if epoch == self._trainer.current_epoch else {})
 
@@ -52,15 +49,11 @@ class EpochLogs:
         states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in self._metrics]
         return {"epoch": self._trainer.current_epoch, "values": values, "of_step": of_step, "metrics": states}
 
-    def take(self, found: dict[str, Any], *, is_in_step: bool) -> None:
-        """Take what another host has collected in place of the own, which is back at the step's begin."""
-        if self._is_first and is_in_step:
-            self._take_now(found)
-        elif self._is_first:  # in the first step: metrics may be reset as the epoch begins
-            self._found = found
-
-    def _take_now(self, found: dict[str, Any]) -> None:
-        self._found, self._unseen = None, (found["epoch"], found["values"])
+    def take(self, found: dict[str, Any]) -> None:
+        """Take what another host has collected in place of the own."""
+        if not self._is_first:
+            return
+        self._unseen = found["epoch"], found["values"]
         for key, one in self._trainer._results.items():
             vars(one).update(found["values"].get(key, {}))
             one._forward_cache = found["of_step"].get(key, one._forward_cache)

@@ -19,7 +19,7 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
 from lightning_hybrid.comm.health.consensus import OrderError, software
-from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference
+from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
@@ -191,7 +191,6 @@ class Views:
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
-        self._vote.close()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class Views:
             return False
         self.seed, checkpoint, collected = torch.load(io.BytesIO(data), weights_only=True)
         self._load(checkpoint, with_place=joins)
-        self._logs.take(collected, is_in_step=is_in_step)
+        self._logs.take(collected)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True
         return True
@@ -249,21 +248,14 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _compare_replicas(self, view: View) -> None:
-        # As `ReplicaCheck` does: ranks of one place on their hosts have the same, with `shard_update` too.
         assert self.groups is not None
-        if (world := self.groups.world) is None:
-            return
         trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(torch.device("cpu"))
-        own = {name: fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
-        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8)
-        combined = fingerprint.combine([*own.values(), fingerprint.of(names)])
-        least = torch.full((len(self.topology.node), 2), torch.iinfo(torch.int64).max)
-        least[self.topology.local_rank] = torch.stack([combined, ~combined])
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=world)
-        if torch.equal(least[:, 0], ~least[:, 1]):
-            return
         values: list[dict[str, int]] = [{} for _ in view.members]
-        dist.all_gather_object(values, {name: int(value) for name, value in own.items()}, group=world)
+        own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
+        if self.groups.world is not None:
+            dist.all_gather_object(values, own, group=self.groups.world)
+        if not names_that_differ(values):
+            return
         raise ReplicaDriftError(
             f"elastic: the hosts of view {view.number} do not hold the same model before step {view.target}: "
             f"{first_difference(values, [one.host for one in view.members])}. A host that joined has not got what the "

@@ -155,7 +155,7 @@ def logged_by(
         if step == joins_after:
             found = epoch.collected()
             module, results, epoch = started()
-            epoch.take(found, is_in_step=False)
+            epoch.take(found)
         logs = epoch.step()
         for _ in range(attempts):
             logs.restore()
