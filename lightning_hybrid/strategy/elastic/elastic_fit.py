@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.random import fork_rng
 
 from lightning_hybrid.comm import HookState, Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
@@ -173,6 +174,8 @@ class ElasticFit:
 
     def _use(self, topology: Topology) -> None:
         self._comm.is_first, self._sums_apart = topology.rank == 0, True
+        if (feedback := self._comm.hook_state.feedback) is not None:
+            feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
         if self._loader is not None:
             self._loader.use(self._shards)
@@ -229,7 +232,11 @@ class ElasticFit:
 
     @contextmanager
     def _drawing(self, views: Views, shard: int) -> Iterator[None]:
-        with self._seeded(views.seed % 2**64, views.committed, shard):
+        device = self._strategy.root_device
+        gpus = [device] if device.type == "cuda" else []
+        with self._seeded(views.seed % 2**64, views.committed, shard), fork_rng(gpus, enabled=bool(gpus)):
+            if gpus:
+                torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
             yield
 
     @torch.no_grad()
@@ -250,6 +257,7 @@ class ElasticFit:
             dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
         is_first = views.topology.local_rank == 0
         logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        self._comm.engine.wait()
         self._sums_apart = False
 
     def _run_first(self) -> None:
@@ -284,6 +292,6 @@ def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[...
 
 
 def _done(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
+    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else None)
     future.set_result(value)
     return future

@@ -109,6 +109,7 @@ class Views:
             store=view.store,
             number=view.number,
             timeout=self._timeout,
+            device=self._engine.device,
             spared=self._membership.fds,
         )
         self.groups.open()
@@ -152,7 +153,7 @@ class Views:
         """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
         # Through the host's own group, which ends with no view: else one would wait here for another that has gone on.
         if len(self.topology.node) > 1:
-            vote = torch.tensor([float(is_so)])
+            vote = torch.tensor([float(is_so)], device=self._engine.device)
             dist.all_reduce(vote, dist.ReduceOp.MIN)
             if is_so and not vote:
                 self.ended = self.ended or otherwise
@@ -160,9 +161,10 @@ class Views:
         return is_so
 
     def _cut(self) -> None:
+        groups = self.groups  # of this view: to abort takes time
         self._engine.cut(f"comm: {self.ended}")
-        if self.groups is not None:
-            self.groups.cut()
+        if groups is not None:
+            groups.cut()
 
     def close(self) -> None:
         """End all sums of the view, and its groups."""
@@ -203,7 +205,7 @@ class Views:
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
-        self.seed, checkpoint = torch.load(io.BytesIO(data), weights_only=True)
+        self.seed, checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True
