@@ -24,7 +24,7 @@ import socket
 import statistics
 import time
 from functools import partial, partialmethod
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,9 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                 return
             values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
-            hosts = strategy._comm.elastic_fit.num_hosts
-            note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts)
+            views = strategy._comm.elastic_fit._views
+            hosts, view = views.topology.num_nodes, views.groups._number
+            note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
             time.sleep(PAUSE_S)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -135,7 +136,9 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)
         del ways["ranks_per_node"]
     strategy = HybridAllReduceStrategy(
-        between_nodes=Mean(dtype="int8" if "int8" in options["with"] else None),
+        between_nodes=Mean(
+            dtype="int8" if "int8" in options["with"] else None, error_feedback="feedback" in options["with"]
+        ),
         shard_update="node" if "shard_update" in options["with"] else "off",
         **ways,
     )
@@ -322,17 +325,15 @@ def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
 
 
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return (first step, end, hosts) of each part of a run."""
-    hosts: dict[int, int] = {}
+    """Return (first step, end, hosts) of each view of a run."""
+    made: dict[int, tuple[int, int]] = {}  # view and hosts by step
     for row in sorted(rows, key=lambda row: row["t"]):
         if row["event"] == "step":  # who has it first has made it, and who takes it from that one is in another view
-            hosts.setdefault(row["step"], row["hosts"])
-    parts: list[tuple[int, int, int]] = []
-    for step in sorted(hosts):
-        if parts and parts[-1][2] == hosts[step] and parts[-1][1] == step:
-            parts[-1] = (parts[-1][0], step + 1, hosts[step])
-        else:
-            parts.append((step, step + 1, hosts[step]))
+            made.setdefault(row["step"], (row["view"], row["hosts"]))
+    parts = []
+    for (_, hosts), steps in groupby(sorted(made), key=made.__getitem__):
+        first, *others = steps
+        parts.append((first, (others or [first])[-1] + 1, hosts))
     return parts
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -175,6 +176,8 @@ class ElasticFit:
 
     def _use(self, topology: Topology) -> None:
         self._comm.is_first, self._sums_apart = topology.rank == 0, True
+        if (feedback := self._comm.hook_state.feedback) is not None:
+            feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
         if self._loader is not None:
             self._loader.use(self._shards)
@@ -231,9 +234,10 @@ class ElasticFit:
                 views.note(error)
         return outputs
 
-    @staticmethod
-    def _seed_for(views: Views, shard: int) -> None:
+    def _seed_for(self, views: Views, shard: int) -> None:
         seed_streams(views.seed % 2**64, views.committed, shard)
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
 
     def _present_buffers(self) -> list[Tensor]:
         return [each.detach() for some in self._buffers for each in some.values() if each is not None]
@@ -258,6 +262,7 @@ class ElasticFit:
             dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
         is_first = views.topology.local_rank == 0
         logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        self._comm.engine.wait()
         self._sums_apart = False
 
     def _run_first(self) -> None:
@@ -292,6 +297,6 @@ def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[...
 
 
 def _done(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
+    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else None)
     future.set_result(value)
     return future

@@ -124,6 +124,7 @@ class Views:
             store=view.store,
             number=view.number,
             timeout=self._timeout,
+            device=self._engine.device,
             spared=self._membership.fds,
         )
         self.groups.open()
@@ -172,9 +173,10 @@ class Views:
         return is_so_on_all
 
     def _cut(self) -> None:
+        groups = self.groups  # of this view: to abort takes time
         self._engine.cut(f"comm: {self.ended}")
-        if self.groups is not None:
-            self.groups.cut()
+        if groups is not None:
+            groups.cut()
 
     def close(self) -> None:
         """End all sums of the view, and its groups."""
@@ -215,7 +217,7 @@ class Views:
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
-        self.seed, checkpoint, collected = torch.load(io.BytesIO(data), weights_only=True)
+        self.seed, checkpoint, collected = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
         self._logs.take(collected)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is

@@ -108,9 +108,9 @@ def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
 
 
 def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> None:
-    seen = [(0.0, 0, 4), (0.1, 1, 4), (0.3, 1, 2), (0.4, 2, 2)]  # when, step, hosts
-    rows = [{"event": "step", "t": time_s, "step": step, "hosts": hosts} for time_s, step, hosts in seen]
-    assert parts_of(rows[::-1]) == [(0, 2, 4), (2, 3, 2)]
+    seen = [(0.0, 0, 4, 1), (0.1, 1, 4, 1), (0.3, 1, 2, 2), (0.4, 2, 2, 2), (0.5, 3, 2, 3)]
+    rows = [dict(zip(("t", "step", "hosts", "view"), row, strict=True), event="step") for row in seen]
+    assert parts_of(rows[::-1]) == [(0, 2, 4), (2, 3, 2), (3, 4, 2)]
 
 
 class Logging(pl.LightningModule):
