@@ -46,7 +46,8 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
     node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
     rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if "meet" in part else "lo"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -189,8 +190,11 @@ def _spoil(seen: Any, load: Any, *args: Any, **kwargs: Any) -> None:
 class Hosts:
     """The hosts of a run, each with processes of its own, and what they note."""
 
+    main: Any = staticmethod(rank_main)
+
     def __init__(self, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
-        self._options, self._part, self.folder = options | {"meet": _free_addresses(options["hosts"])}, part, folder
+        self._options, self._part, self.folder = options, part, folder
+        self._options |= {"meet": part.get("meet") or _free_addresses(options["hosts"])}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._context = multiprocessing.get_context("forkserver")
@@ -203,7 +207,7 @@ class Hosts:
         port = _free_port()
         self.running[host] = [
             self._context.Process(
-                target=rank_main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
+                target=self.main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
             )
             for local in range(self._options["ranks"])
         ]
