@@ -1,4 +1,4 @@
-"""A link that is cut while an elastic run goes on, between hosts in network namespaces: `python -m tests.netlab.cut_link`.
+"""A link that is cut while an elastic run goes on, between hosts that are network namespaces.
 
 third       three hosts, and one is cut off: the others go on, and it ends
 second      two hosts: the one with the first address of `meet` goes on, and the other ends
@@ -44,15 +44,15 @@ def cut(kind: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         first = len(names) if kind == "neither" else 0
         meet = ",".join(f"{net.address(host)}:29400" for host in [first, *range(len(names))])
         meet = meet if kind == "neither" else meet.partition(",")[2]
-        part = {"end": 10**6, "min_hosts": len(names), "meet": meet}
+        part = {"end": 10**6, "meet": meet}
         part["namespaces"] = {name: net.namespace(host) for host, name in enumerate(names)}
         run = LinkedHosts(options | {"hosts": len(names)}, folder, part)
         for name in names:
             run.start(name)
         run.wait("all hosts", lambda: all(all(run.steps(name, hosts=len(names)).values()) for name in names))
         time.sleep(random.Random(str(folder)).random())
-        began_s = time.monotonic()
         net.spoil_link(len(names) - 1, loss=1.0)
+        began_s = time.monotonic()
         go_on = "" if kind == "neither" else names[:-1]
         row: dict[str, Any] = {"kind": kind}
 
