@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-_SENT = ("value", "cumulated_batch_size")
+_SUMS = ("value", "cumulated_batch_size")
 SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
 
 
@@ -39,15 +39,12 @@ class EpochLogs:
 
     def collected(self) -> dict[str, Any]:
         """Return it, between two steps."""
-        results = {key: one for key, one in self._trainer._results.items() if one.is_tensor}
         values = {
-            key: {name: now for name in _SENT if isinstance(now := getattr(one, name, None), Tensor)}
-            for key, one in results.items()
-            if one.meta.on_epoch
+            key: {name: now for name in (*_SUMS, "_forward_cache") if isinstance(now := vars(one).get(name), Tensor)}
+            for key, one in self._trainer._results.items()
         }
-        of_step = {key: one._forward_cache for key, one in results.items() if one.meta.on_step}
         states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in self._metrics]
-        return {"epoch": self._trainer.current_epoch, "values": values, "of_step": of_step, "metrics": states}
+        return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, found: dict[str, Any]) -> None:
         """Take what another host has collected in place of the own."""
@@ -56,9 +53,8 @@ class EpochLogs:
         self._unseen = found["epoch"], found["values"]
         for key, one in self._trainer._results.items():
             vars(one).update(found["values"].get(key, {}))
-            one._forward_cache = found["of_step"].get(key, one._forward_cache)
         for (metric, _), (states, count) in zip(self._metrics, found["metrics"], strict=True):
-            vars(metric).update(states, _update_count=count, _computed=None)
+            metric.__dict__.update(states, _update_count=count, _computed=None)
 
 
 class StepLogs:
@@ -110,8 +106,8 @@ class StepLogs:
         for key, one in self._results.items():
             unseen = self._unseen.get(key, {})
             if not _is_shared(one):
-                if unseen and _is_sum(one):
-                    vars(one).update({name: getattr(one, name) + value for name, value in unseen.items()})
+                if one.meta.on_epoch and _is_sum(one):
+                    vars(one).update({name: getattr(one, name) + unseen[name] for name in _SUMS if name in unseen})
                 continue
             is_mean = one.meta.is_mean_reduction
             if not _is_sum(one):
@@ -119,7 +115,7 @@ class StepLogs:
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
                 added.append((one, "_forward_cache", torch.zeros_like(total), total, num_shards if is_mean else 1))
-            for name in ("value", "cumulated_batch_size") if one.meta.on_epoch else ():
+            for name in _SUMS if one.meta.on_epoch else ():
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
                     added.append((one, name, before + unseen.get(name, 0), now - before, 1))

@@ -50,13 +50,7 @@ class Views:
     """
 
     def __init__(
-        self,
-        option: Elastic,
-        strategy: Any,
-        *,
-        engine: ViewEngine,
-        timeout: timedelta,
-        logs: EpochLogs,
+        self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta, logs: EpochLogs
     ) -> None:
         self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
         self.topology, self.seed = engine.topology, torch.initial_seed()
