@@ -59,10 +59,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
+    from lightning.pytorch.utilities import rank_zero_only
     from torch import nn
     from torch.nn import functional
+    from torchmetrics import SumMetric
 
     from lightning_hybrid import HybridAllReduceStrategy
+    from lightning_hybrid.callbacks.ema import MasterWeightAveraging
     from lightning_hybrid.optim import LARS
     from lightning_hybrid.strategy.elastic import elastic_fit, views
     from lightning_hybrid.strategy.elastic.option import Elastic
@@ -89,10 +93,16 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                 nn.Linear(width, width),
             )
             self.head = nn.Linear(width, 10)
+            self.seen = SumMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
-            self.log("images", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum")
+            loss, num = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1]), len(batch[1])
+            if "window" not in part:
+                self.log("images", float(num), on_step=False, on_epoch=True, reduce_fx="sum")
+                self.log("all_images", float(num), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+                self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=num)
+                self.seen(num)
+                self.log("seen", self.seen, on_step=False, on_epoch=True)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -114,7 +124,11 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                         time.sleep(0.01)
                     note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
-            values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
+            of_ema = averages._average_model.module.state_dict() if averages else {}
+            tensors = {**module.state_dict(), **{f"average of {name}": one for name, one in of_ema.items()}}
+            values = [one.detach().numpy().tobytes() for one in tensors.values()]
+            rate, loss = trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics["loss_step"])
+            values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             views = strategy._comm.elastic_fit._views
             hosts, view = views.topology.num_nodes, views.groups._number
@@ -128,7 +142,18 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="checkpoint")
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            note(event="epoch", epoch=trainer.current_epoch, images=float(trainer.callback_metrics["images"]))
+            counts = {name: float(trainer.callback_metrics[name]) for name in ("images", "all_images", "seen")}
+            note(event="epoch", epoch=trainer.current_epoch, **counts)
+
+    class Rows(Logger):
+        name, version = "rows", 0
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+        @rank_zero_only
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            if "loss_step" in metrics:
+                note(event="row", step=step, loss=metrics["loss_step"])
 
     num_hosts, meet = options["hosts"], options["meet"]
     ways: dict[str, Any] = {"ranks_per_node": options["ranks"], "comm": Comm(tune="off")}
@@ -147,6 +172,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
+    averages = None if "window" in part else MasterWeightAveraging(0.9)
+    averages_and_note = [*([averages] if averages else []), Note()]
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -155,8 +182,9 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         strategy=strategy,
         precision=options["precision"],
         max_steps=part["end"],
-        callbacks=[Note(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
-        logger=False,
+        callbacks=[*averages_and_note, ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
+        logger=False if "window" in part else Rows(),
+        log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -373,6 +401,8 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     per_process: dict[str, list[int]] = {}
     for row in steps:
         per_process.setdefault(row["process"], []).append(row["step"])
+    epochs = [row for row in run.rows if row["event"] == "epoch" and row["local"] == 0]
+    logged = [row["step"] for row in run.rows if row["event"] == "row"]
     found = {
         "losses": len(losses),
         "steps": len({row["step"] for row in steps}),
@@ -380,9 +410,10 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
         "with_two_digests": sum(
             len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}
         ),
-        "images_per_epoch": sorted(
-            {row["images"] for row in run.rows if row["event"] == "epoch" and row["local"] == 0}
-        ),
+        **{f"{name}_per_epoch": sorted({row[name] for row in epochs}) for name in ("images", "all_images", "seen")},
+        "rows": len(logged),
+        "rows_lost": len({row["step"] for row in steps} - set(logged)),
+        "rows_twice": len(logged) - len(set(logged)),
     }
     if wanted is not None:
         found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)
