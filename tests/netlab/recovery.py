@@ -133,6 +133,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             views = strategy._comm.elastic_fit._views
             hosts, view = views.topology.num_nodes, views.groups._number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
+            if trainer.global_step == part["end"] and "to" in part:  # at the end of the fit the module has the average
+                trainer.save_checkpoint(part["to"])
             time.sleep(PAUSE_S)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -195,8 +197,6 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     except BaseException as error:
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
         raise
-    if "to" in part:
-        trainer.save_checkpoint(part["to"])
     note(event="end", step=trainer.global_step)
 
 
@@ -412,7 +412,7 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
         ),
         **{f"{name}_per_epoch": sorted({row[name] for row in epochs}) for name in ("images", "all_images", "seen")},
         "rows": len(logged),
-        "rows_lost": len({row["step"] for row in steps} - set(logged)),
+        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - set(logged)),
         "rows_twice": len(logged) - len(set(logged)),
     }
     if wanted is not None:
