@@ -229,7 +229,7 @@ class Views:
                 connector.restore_callbacks()
                 connector.restore_training_state()
                 return
-            # Lightning's `WeightAveraging` puts the average in their place; its own is at the step before, as it should.
+            # Lightning's `WeightAveraging` puts the average in their place; this rank's is its own.
             checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
             connector.restore_model()
             skipped = [int(state.num_skipped) for state in steps]
