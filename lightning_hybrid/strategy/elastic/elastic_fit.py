@@ -208,22 +208,23 @@ class ElasticFit:
 
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
         model, shards = self._strategy.model, self._shards
+        seed = partial(seed_streams, views.seed % 2**64, views.committed)
         model.require_backward_grad_sync = len(shards) == 1
         if (coder := self._comm.engine.coder) is not None:
             coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
             self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
-        self._seed_for(views, shards[0])
+        seed(shards[0])
         outputs = run_first()
         logs.end_shard()
         after_first = self._copied_buffers() if len(shards) > 1 else []
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
-            self._seed_for(views, shard)
+            seed(shard)
             self._run(batch)
             logs.end_shard()
-        self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
+        seed(self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
         if after_first:  # as under `ddp`, where each rank sees one shard
             self._put_buffers(after_first)
