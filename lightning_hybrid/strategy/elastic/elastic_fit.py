@@ -208,26 +208,24 @@ class ElasticFit:
 
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
         model, shards = self._strategy.model, self._shards
-        seed = partial(seed_streams, views.seed % 2**64, views.committed)
         model.require_backward_grad_sync = len(shards) == 1
         if (coder := self._comm.engine.coder) is not None:
             coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
             self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
-        seed(shards[0])
+        self._seed_for(views, shards[0])
         outputs = run_first()
         logs.end_shard()
         after_first = self._copied_buffers() if len(shards) > 1 else []
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
-            seed(shard)
+            self._seed_for(views, shard)
             self._run(batch)
             logs.end_shard()
-        seed(self._num_shards)  # between two steps all ranks draw the same
+        self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
-        if after_first:  # as under `ddp`, where each rank sees one shard
-            self._put_buffers(after_first)
+        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -247,7 +245,7 @@ class ElasticFit:
         return [each.clone() for each in self._present_buffers()]
 
     def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._present_buffers(), values, strict=True):
+        for buffer, value in zip(self._present_buffers(), values, strict=bool(values)):
             buffer.copy_(value)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
@@ -261,8 +259,7 @@ class ElasticFit:
         world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
             dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
-        is_first = views.topology.local_rank == 0
-        logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        logs.share(world, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
 
