@@ -1,12 +1,77 @@
-"""Places at which a sequence of blocks is cut into the stages of a pipeline; no import of torch."""
+"""Places at which a sequence of blocks is cut into the stages of a pipeline."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.checks import require_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """What the blocks of a network were measured to take, as a pipeline's `cuts`: it balances stages by it.
+
+    Args:
+        seconds: Forward and backward of one micro-batch in each block, in any unit.
+        activation_bytes: What each block keeps of one micro-batch for backward. None: nothing is known.
+        held_bytes: What each block holds besides: parameters, gradients, optimizer state. None: nothing is known.
+        most_bytes: Memory of a rank, which each stage must fit into, with the micro-batches that its schedule keeps.
+    """
+
+    seconds: Sequence[float]
+    activation_bytes: Sequence[float] | None = None
+    held_bytes: Sequence[float] | None = None
+    most_bytes: float = math.inf
+
+    def places(self, num_alive: Sequence[int]) -> list[int]:
+        """Return the first blocks of the stages after the first; `num_alive`: micro-batches kept in each stage."""
+        held = [0.0] * len(self.seconds) if self.held_bytes is None else self.held_bytes
+        more = {"activation_bytes": self.activation_bytes, "most_bytes": self.most_bytes}
+        return balanced_cuts(self.seconds, held, len(num_alive), num_alive=num_alive, **more)  # type: ignore[arg-type]
+
+    @classmethod
+    def measured(cls, blocks: Sequence[nn.Module], example: Tensor, *, num_runs: int = 5) -> BlockProfile:
+        """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
+        seconds, kept = list[float](), list[float]()
+        for index, block in enumerate(map(copy.deepcopy, blocks)):
+            times_s, saved = [], dict[int, int]()
+
+            def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+                saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            for _ in range(num_runs):
+                saved.clear()
+                given = example.detach().requires_grad_(index > 0).clone()  # a block may change it in place
+                begin_s = _clock_s(given)
+                with saved_tensors_hooks(note, lambda tensor: tensor):
+                    output = block(given)
+                if output.requires_grad:
+                    output.backward(torch.ones_like(output))
+                times_s.append(_clock_s(given) - begin_s)
+            own = {each.untyped_storage().data_ptr() for each in block.parameters()}
+            seconds.append(min(times_s))
+            kept.append(sum(saved[address] for address in saved.keys() - own))
+            example = output
+        return cls(seconds=seconds, activation_bytes=kept)
+
+
+Cuts = Sequence[int] | BlockProfile | None
+
+
+def _clock_s(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
 
 
 def balanced_cuts(
