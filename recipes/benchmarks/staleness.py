@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -36,11 +37,11 @@ from recipes.cli.markdown import markdown_table
 from recipes.datasets.digits import digits_split
 from recipes.datasets.in_memory.loader import Normalize, shifted
 from recipes.datasets.text import VALIDATION_SEED, Sequences
-from recipes.datasets.text_packing import TextPacking
+from recipes.datasets.text_packing import INDEX_NAME, TextPacking
 from recipes.networks.bert import Bert
 
-TUNING_SEED, SEEDS = 101, (1, 2, 3, 4, 5)
-T_95 = 2.132  # Student's t, one-sided, of five pairs
+TUNING_SEED = 101  # no test's
+T_95 = {3: 2.920, 5: 2.132}  # Student's t, one-sided, by the number of pairs
 NUM_STAGES, WIDTH = 8, 64
 
 
@@ -87,6 +88,7 @@ class Trial:
     Args:
         delays: Of each block, the first one's first; one number: of all.
         rate: Peak; it grows over a tenth of the steps, then falls linearly to 0.
+        momentum: Of SGD, or AdamW's first beta.
     """
 
     job: str
@@ -94,13 +96,14 @@ class Trial:
     delays: tuple[int, ...]
     is_stashed: bool
     rate: float
+    momentum: float
     seed: int
 
     def run(self) -> dict[str, float]:
         """Train; return what validation and test data then show. A loss that is not finite ends it."""
         torch.manual_seed(self.seed)
         job = JOBS[self.job]()
-        optimizer = job.optimizer(self.rate)
+        optimizer = job.optimizer(self.rate, self.momentum)
         shares = (
             min(10 * (step + 1) / job.num_steps, (1 - step / job.num_steps) / 0.9) for step in range(job.num_steps + 1)
         )
@@ -115,9 +118,11 @@ class Trial:
 
 
 class _Digits:
-    """Handwritten digits, 30 epochs of batches of 64, by eight fully connected layers: SGD with momentum 0.9."""
+    """Handwritten digits, 30 epochs of batches of 64, by eight fully connected layers: SGD."""
 
-    num_steps, chance, rates = 30 * 19, 0.1, tuple(2.0**-power for power in range(3, 11))
+    num_steps, chance = 30 * 19, 0.1
+    seeds = (1, 2, 3, 4, 5)
+    points = tuple((2.0**-power, 0.9) for power in range(3, 13)) + tuple((2.0**-power, 0.0) for power in range(10))
 
     def __init__(self) -> None:
         sets = digits_split()
@@ -129,8 +134,8 @@ class _Digits:
         self.blocks: list[nn.Module] = [nn.Sequential(layer, nn.ReLU()) for layer in layers[:-1]] + [layers[-1]]
         self._network = nn.Sequential(nn.Flatten(), *self.blocks)
 
-    def optimizer(self, rate: float) -> Optimizer:
-        return SGD(self._network.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
+    def optimizer(self, rate: float, momentum: float) -> Optimizer:
+        return SGD(self._network.parameters(), lr=rate, momentum=momentum, weight_decay=5e-4)
 
     def losses(self, seed: int) -> Iterator[Callable[[], Tensor]]:
         images, labels = self._sets["train"]
@@ -157,11 +162,13 @@ class _Text:
     Embedding and head share a weight, so that it is one block: all are late by as much.
     """
 
-    num_steps, chance, rates = 400, 0.0, (1e-3, 2e-3, 4e-3, 8e-3)
+    num_steps, chance = 400, 0.0
+    seeds = (1, 2, 3)
+    points = ((5e-4, 0.9), (1e-3, 0.9), (2e-3, 0.9), (4e-3, 0.9))
 
     def __init__(self) -> None:
-        folder = Path("runs/stale_text")
-        if not folder.exists():
+        folder = Path(tempfile.gettempdir()) / "staleness_text"
+        if not (folder / INDEX_NAME).exists():
             list(TextPacking(root=None, out=str(folder), vocab_size=300, max_chars=400_000).run())
         self._sets = {name: Sequences(folder, name, 32) for name in ("train", "val", "test")}
         self._network = Bert(
@@ -175,8 +182,8 @@ class _Text:
         )
         self.blocks: list[nn.Module] = [self._network]
 
-    def optimizer(self, rate: float) -> Optimizer:
-        return AdamW(self._network.parameters(), lr=rate, weight_decay=0.01)
+    def optimizer(self, rate: float, momentum: float) -> Optimizer:
+        return AdamW(self._network.parameters(), lr=rate, betas=(momentum, 0.999), weight_decay=0.01)
 
     def losses(self, seed: int) -> Iterator[Callable[[], Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -214,10 +221,12 @@ class Study:
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         self._done = {json.dumps(row["trial"]): row["found"] for row in map(json.loads, lines)}
 
-    def found(self, arm: str, rate: float, seed: int) -> dict[str, float]:
+    def found(self, arm: str, point: tuple[float, float], seed: int) -> dict[str, float]:
         """Return what a trial found, which is run if it was not."""
-        delays, is_stashed = ARMS[self._job][arm]
-        trial = Trial(job=self._job, arm=arm, delays=delays, is_stashed=is_stashed, rate=rate, seed=seed)
+        (delays, is_stashed), (rate, momentum) = ARMS[self._job][arm], point
+        trial = Trial(
+            job=self._job, arm=arm, delays=delays, is_stashed=is_stashed, rate=rate, momentum=momentum, seed=seed
+        )
         key = json.dumps(asdict(trial))
         if key not in self._done:
             self._done[key] = trial.run()
@@ -225,42 +234,46 @@ class Study:
                 file.write(json.dumps({"trial": asdict(trial), "found": self._done[key]}) + "\n")
         return self._done[key]
 
-    def best_rate(self, arm: str) -> float:
-        """Return the rate of the least validation loss."""
-        return min(JOBS[self._job].rates, key=lambda rate: self.found(arm, rate, TUNING_SEED)["val_loss"])
+    def best(self, arm: str) -> tuple[float, float]:
+        """Return the rate and momentum of the least validation loss."""
+        points: list[tuple[float, float]] = JOBS[self._job].points
+        return min(points, key=lambda point: self.found(arm, point, TUNING_SEED)["val_loss"])
 
-    def values(self, arm: str, rate: float) -> list[float]:
+    def values(self, arm: str, point: tuple[float, float]) -> list[float]:
         """Return the test accuracies in %, or the test losses of text, of all seeds."""
         name, unit = ("test_accuracy", 100) if self._job == "digits" else ("test_loss", 1)
-        return [unit * self.found(arm, rate, seed)[name] for seed in SEEDS]
+        return [unit * self.found(arm, point, seed)[name] for seed in JOBS[self._job].seeds]
 
     def table(self) -> str:
-        """Format a row for each arm: at the rate of the first, and at its own, with the paired 90 % intervals."""
-        first = next(iter(ARMS[self._job]))
-        rate = self.best_rate(first)
-        reference, rows = self.values(first, rate), []
-        for arm in ARMS[self._job]:
+        """Format a row for each arm: at the point of the first, and at its own, with the paired 90 % intervals."""
+        arms = list(ARMS[self._job])
+        same = self.best(arms[0])
+        reference, rows = self.values(arms[0], same), []
+        for arm in arms:
+            own = self.best(arm)
             row = [arm]
-            for each in (rate, self.best_rate(arm)):
-                values = self.values(arm, each)
-                row += [f"{each:.3g}", spread(values), spread([a - b for a, b in zip(values, reference, strict=True)])]
-            rows.append(row)
-        return markdown_table(["arm", "same rate", "result", "difference", "own rate", "result", "difference"], rows)
+            for point in (same, own):
+                values = self.values(arm, point)
+                row += [spread(values), spread([a - b for a, b in zip(values, reference, strict=True)])]
+            rows.append([*row, f"{own[0]:.3g}, {own[1]:g}"])
+        header = ["arm", f"rate {same[0]:.3g}, momentum {same[1]:g}", "difference", "its own", "difference", "these"]
+        return markdown_table(header, rows)
 
     def draw(self, axes: Axes) -> None:
         """Draw results over the delay of the server."""
         arms = [arm for arm in ARMS[self._job] if arm.startswith("server")]
         what = "test accuracy on digits, %" if self._job == "digits" else "test loss on text"
-        axes.set_title(f"Server's delay: {what}")
-        for name, rates in (("own rate", map(self.best_rate, arms)), ("same", [self.best_rate(arms[0])] * len(arms))):
-            results = [mean(self.values(arm, rate)) for arm, rate in zip(arms, rates, strict=True)]
+        axes.set_title(f"Gradients of a server that are late: {what}")
+        points = {"own rate": [self.best(arm) for arm in arms], "same rate": [self.best(arms[0])] * len(arms)}
+        for name, each in points.items():
+            results = [mean(self.values(arm, point)) for arm, point in zip(arms, each, strict=True)]
             axes.plot([ARMS[self._job][arm][0][0] for arm in arms], results, marker="o", label=name)
         axes.set_xlabel("steps by which each gradient is late")
 
 
 def spread(values: Sequence[float]) -> str:
     """Format mean and half of the 90 % interval (Student's t)."""
-    half = T_95 * stdev(values) / math.sqrt(len(values))
+    half = T_95[len(values)] * stdev(values) / math.sqrt(len(values))
     return f"{mean(values):.2f} ± {half:.2f}"
 
 
