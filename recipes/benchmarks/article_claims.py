@@ -194,6 +194,7 @@ def fit_rows(
         reference = reference or results
         yield [
             name,
+            " ".join(f"{each:.1f}" for each in results),
             spread(results),
             spread([a - b for a, b in zip(results, reference, strict=True)]),
             f"{mean(losses):.3f}",
@@ -222,7 +223,7 @@ if __name__ == "__main__":
         print(markdown_table(["largest relative error", *SUMS], list(sum_rows())))
     elif sys.argv[1] == "softmax":
         rows = list(fit_rows(many_classes, rate=0.05, num_epochs=5))
-        print(markdown_table(["sums", "accuracy", "difference", "loss"], rows))
+        print(markdown_table(["sums", "each seed", "accuracy", "difference", "loss"], rows))
     else:
         rows = list(fit_rows(normalised, rate=0.05, num_epochs=5))
-        print(markdown_table(["sums", "accuracy", "difference", "loss"], rows))
+        print(markdown_table(["sums", "each seed", "accuracy", "difference", "loss"], rows))

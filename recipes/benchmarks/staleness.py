@@ -8,7 +8,7 @@
                      stashing it takes the newest. With vertical sync it is the server's arithmetic of S - 1 steps
                      (Harlap et al. 2018, arXiv:1806.03377)
 
-`python -m recipes.benchmarks.staleness digits runs/stale` (or `text`) goes on where `rows.jsonl` there ends.
+`python -m recipes.benchmarks.staleness runs/stale` trains on digits and on text; it goes on where `rows.jsonl` ends.
 """
 
 from __future__ import annotations
@@ -279,6 +279,7 @@ def spread(values: Sequence[float]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    study = Study(sys.argv[1], Path(sys.argv[2]))
-    print(study.table())
-    write_svg(Path(sys.argv[2]) / f"{sys.argv[1]}.svg", [(study.draw, 220)])
+    folder = Path(sys.argv[1])
+    studies = [Study(job, folder) for job in ARMS]
+    print("\n\n".join(study.table() for study in studies))
+    write_svg(folder / "staleness.svg", [(study.draw, 220) for study in studies])

@@ -1,7 +1,6 @@
 """Stages with replicas of their own: the planner against every plan, its order of work on real ranks."""
 
 import itertools
-from statistics import median
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def test_unequal_replicas_train_what_one_rank_trains(four_ranks):
 
 @pytest.mark.clock
 def test_a_slow_stage_with_two_replicas_takes_the_predicted_time_within_a_tenth(four_ranks):
-    """Stages that sleep; the same ranks as two equal pipelines take half as long again."""
+    """Stages that sleep: whatever else runs on the machine only adds, so that the least of five steps counts."""
     steps_s, _ = zip(*four_ranks.run(step_on_rank, (1, 2, 1), NUM_MICRO, SLOW_MIDDLE, 5), strict=True)
-    measured_s = median(map(max, zip(*steps_s, strict=True)))
+    measured_s = min(map(max, zip(*steps_s, strict=True)))
     assert measured_s == pytest.approx(predicted_s((1, 2, 1), SLOW_MIDDLE), rel=0.1)
