@@ -84,7 +84,9 @@ def best_replicas(
 def replicated_tasks(replicas: Sequence[int], num_microbatches: int) -> list[list[PipelineTask]]:
     """Return what each rank does in a step of 1F1B, in order: all replicas of stage 0, then those of stage 1, ...
 
-    A replica is ahead by as many forwards as there are ranks from its stage on for each of its own, rounded up.
+    A replica is ahead by as many forwards as there are ranks from its stage on for each of its own, rounded up, as in
+    PipeDream. Where stages differ in replicas it is one more for each stage behind: without, three stages of 1 + 2 + 1
+    replicas of which the middle takes twice as long need 1,100 ms in place of 900 for twelve micro-batches of 60 ms.
 
     >>> tasks = replicated_tasks((2, 1), 4)
     >>> [" ".join(f"{'F' if task.is_forward else 'B'}{task.microbatch}" for task in of_rank) for of_rank in tasks]
@@ -92,11 +94,12 @@ def replicated_tasks(replicas: Sequence[int], num_microbatches: int) -> list[lis
     """
     found = []
     for stage, number in enumerate(replicas):
+        num_alive = sum(replicas[stage:]) + (len(replicas) - 1 - stage if len(set(replicas)) > 1 else 0)
         for replica in range(number):
             own = range(replica, num_microbatches, number)
             forwards, backwards = (
                 [PipelineTask(stage=stage, microbatch=each, is_forward=is_forward) for each in own]
                 for is_forward in (True, False)
             )
-            found.append(in_turns(forwards, backwards, min(len(own), -(-sum(replicas[stage:]) // number))))
+            found.append(in_turns(forwards, backwards, min(len(own), -(-num_alive // number))))
     return found
