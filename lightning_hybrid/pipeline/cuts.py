@@ -32,12 +32,6 @@ class BlockProfile:
     held_bytes: Sequence[float] | None = None
     most_bytes: float = math.inf
 
-    def places(self, num_alive: Sequence[int]) -> list[int]:
-        """Return the first blocks of the stages after the first; `num_alive`: micro-batches kept in each stage."""
-        held = [0.0] * len(self.seconds) if self.held_bytes is None else self.held_bytes
-        more = {"activation_bytes": self.activation_bytes, "most_bytes": self.most_bytes}
-        return balanced_cuts(self.seconds, held, len(num_alive), num_alive=num_alive, **more)  # type: ignore[arg-type]
-
     @classmethod
     def measured(cls, blocks: Sequence[nn.Module], example: Tensor, *, num_runs: int = 5) -> BlockProfile:
         """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
@@ -69,8 +63,7 @@ Cuts = Sequence[int] | BlockProfile | None
 
 
 def _clock_s(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    getattr(torch, tensor.device.type).synchronize()  # the CPU's does nothing
     return time.perf_counter()
 
 

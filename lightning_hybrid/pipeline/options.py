@@ -204,8 +204,10 @@ def cut_places(
                 f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
                 "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
             )
-        most = [num_microbatches if schedule == "gpipe" else num_stages - stage for stage in range(num_stages)]
-        return [0, *cuts.places([min(num_microbatches, each) for each in most]), num_blocks]
+        gpipe, held = schedule == "gpipe", cuts.held_bytes or [0.0] * num_blocks
+        alive = [num_microbatches if gpipe else min(num_microbatches, num_stages - j) for j in range(num_stages)]
+        limits: Any = {"most_bytes": cuts.most_bytes, "activation_bytes": cuts.activation_bytes, "num_alive": alive}
+        return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]
     if cuts and cuts[-1] >= num_blocks:
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "
