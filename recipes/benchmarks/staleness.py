@@ -263,7 +263,7 @@ class Study:
         """Draw results over the delay of the server."""
         arms = [arm for arm in ARMS[self._job] if arm.startswith("server")]
         what = "test accuracy on digits, %" if self._job == "digits" else "test loss on text"
-        axes.set_title(f"Gradients of a server that are late: {what}")
+        axes.set_title(f"Late gradients: {what}")
         points = {"own rate": [self.best(arm) for arm in arms], "same rate": [self.best(arms[0])] * len(arms)}
         for name, each in points.items():
             results = [mean(self.values(arm, point)) for arm, point in zip(arms, each, strict=True)]
