@@ -181,7 +181,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
 
 
 def cut_places(
-    costs: Sequence[float], cuts: Cuts, num_stages: int, *, num_microbatches: int = 1, schedule: str = "1f1b"
+    costs: Sequence[float], cuts: Cuts, num_stages: int, num_microbatches: int = 1, schedule: str = "1f1b"
 ) -> list[int]:
     """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
 

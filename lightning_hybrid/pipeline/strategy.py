@@ -61,9 +61,8 @@ class HybridPipeline(DataRanksMixin):
         schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: backward as soon
             as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: first block of each stage after the first; or a `BlockProfile`, by whose seconds and bytes the stages are
-            balanced; None balances them by operations where the module has an `example_input_array` (the network's
-            input), else by parameters.
+        cuts: first block of each stage after the first; a `BlockProfile` balances the stages by seconds and bytes, None
+            by operations where there is an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
@@ -116,8 +115,8 @@ class HybridPipeline(DataRanksMixin):
         if is_fit:
             refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
-        costs, num_micro = costs_of(blocks, module.example_input_array), self.num_microbatches
-        places = cut_places(costs, self.cuts, ranks.num_stages, num_microbatches=num_micro, schedule=self.schedule)
+        costs = costs_of(blocks, module.example_input_array)
+        places = cut_places(costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule)
         compare_stages(
             blocks,
             num_stages=self.num_stages,
