@@ -94,31 +94,32 @@ def test_numbers_that_do_not_fit_are_refused(call, words):
         call()
 
 
-def test_a_network_that_is_called_otherwise_than_with_one_tensor_and_a_loss_of_none_are_refused():
+def test_a_network_that_is_called_otherwise_than_with_tensors_and_a_loss_of_none_are_refused():
     net = nn.Identity()
     with pytest.raises(ValueError, match="must return a loss"):
         loss_in(None)
-    with pytest.raises(ValueError, match="must be called with one tensor"):
-        input_of_net(net, lambda: net([torch.zeros(1)]))
+    for call in (lambda: net([torch.zeros(1), None]), lambda: net(input=torch.zeros(1))):
+        with pytest.raises(ValueError, match="must be called with tensors, without names"):
+            input_of_net(net, call)
     with pytest.raises(ValueError, match="must call the network"):
         input_of_net(net, lambda: torch.zeros(1))
     assert "forward" not in vars(net)
 
 
-def test_blocks_with_several_tensors_or_shapes_by_value_are_refused():
-    class Two(nn.Module):
+def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
+    class Named(nn.Module):
         def forward(self, x):
-            return x, x
+            return {"x": x}
 
     class ByValue(nn.Module):
         def forward(self, x):
             return x[x > 0]
 
     given, cpu = Boundary((2, 3), torch.float32), torch.device("cpu")
-    with pytest.raises(ValueError, match="must return one floating-point tensor"):
-        output_of([Two()], given, cpu)
+    with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
+        output_of([Named()], [given], cpu)
     with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
-        output_of([ByValue()], given, cpu)
+        output_of([ByValue()], [given], cpu)
 
 
 def test_gathering_is_refused_where_metrics_and_logs_are_muted():
