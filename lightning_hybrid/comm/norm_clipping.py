@@ -11,14 +11,20 @@ from torch.optim import Optimizer
 
 
 def clip_by_norm_over_stages(
-    optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup, device: torch.device
+    optimizer: Optimizer,
+    clip_val: float,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    counted_elsewhere: Container[int] = (),
 ) -> None:
     """Scale the gradients of this rank down where the norm over all stages is above `clip_val`. In place, collective.
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of all gradients, in the order of the parameters
 
     As `torch.nn.utils.clip_grad_norm_` over the whole network, to the bit: every stage has the norm of each parameter
-    in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient.
+    in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient. `counted_elsewhere`: tied parameters
+    by `id`, of which another stage gives the norm.
     """
     parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -26,8 +32,9 @@ def clip_by_norm_over_stages(
     both = torch.zeros(2, len(parameters), dtype=torch.float32, device=device)
     norms, has = both.unbind()
     for index, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            norms[index], has[index] = next(own), 1.0
+        norm = None if parameter.grad is None else next(own)
+        if norm is not None and id(parameter) not in counted_elsewhere:
+            norms[index], has[index] = norm, 1.0
     dist.all_reduce(both, group=group)
     if not gradients:
         return

@@ -49,7 +49,8 @@ class CutModel:
             others = [block for block, owner in self._owned(some) if owner != mine]
             own = [block for block, owner in self._owned(some) if owner == mine]
             modules = [each for block in others for each in block.modules()]
-            self._others.append(OtherStages(modules, needed=_buffers_of(root, own, others)))
+            tied = [parameter for block in own for parameter in block.parameters()]
+            self._others.append(OtherStages(modules, needed=[*_buffers_of(root, own, others), *tied]))
             if root is module:
                 self.guard = StateDictGuard(modules)
 

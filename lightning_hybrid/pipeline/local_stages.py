@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.tied_weights import TiedWeights
 from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check_all, output_of
 
 
@@ -27,6 +28,7 @@ class Stages:
     wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
     ranks: PipelineRanks
     groups: PipelineGroups
+    tied: TiedWeights
     watchdog: PipelineWatchdog
     device: torch.device
     num_microbatches: int

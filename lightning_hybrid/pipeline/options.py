@@ -104,6 +104,8 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
         found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
+    if bounds := {group.get("max_grad_norm") for each in trainer.optimizers for group in each.param_groups} - {None}:
+        found["norm of all"] = f"`max_grad_norm` (={min(bounds)})"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
     if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
@@ -129,10 +131,10 @@ def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
-    """Return the blocks of the network `of` of a module, of which each takes one tensor and returns the next one's.
+    """Return the blocks of the network `of` of a module, of which each takes what the one before returns.
 
     Raises:
-        ValueError: there is no such network, it has no blocks, or parameters are outside it or shared by two blocks.
+        ValueError: there is no such network, it has no blocks, or parameters are outside it.
     """
     try:
         net: Any = module.get_submodule(of)
@@ -154,18 +156,10 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     else:
         raise ValueError(
             f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
-            f"order, each taking the tensor that the one before returns; {type(net).__name__} is neither. Give it one."
+            f"order, each taking what the one before returns; {type(net).__name__} is neither. Give it one."
         )
-    owners: dict[int, int] = {}
-    for index, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            if owners.setdefault(id(parameter), index) != index:
-                raise ValueError(
-                    f"Parameter `{name}` of block {index} is also in block {owners[id(parameter)]}: tied weights "
-                    "could come to lie on two stages, which do not add their gradients. Untie them, or put both into "
-                    "one block."
-                )
-    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in owners]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
     if outside:
         raise ValueError(
             f"Parameters {', '.join(f'`{name}`' for name in outside[:3])} ({len(outside)} in all) must be in a block "

@@ -84,15 +84,21 @@ class PipelineGroups:
     """
 
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
+        self._timeout, self._made = timeout, list[Any]()
         # Messages have a group of their own: Gloo matches by order of arrival.
-        self.pipe = own_group(ranks.pipelines, timeout=timeout, desc="pipeline stages")
-        self.agree = own_group(ranks.pipelines, timeout=timeout, desc="pipeline agreement", backend="gloo")
+        self.pipe = self.new(ranks.pipelines, "pipeline stages")
+        self.agree = self.new(ranks.pipelines, "pipeline agreement", backend="gloo")
         # Made also where each stage has one rank: a torchmetric then counts over that one rank alone.
-        self.data = own_group(ranks.replicas, timeout=timeout, desc="pipeline data")
+        self.data = self.new(ranks.replicas, "pipeline data")
+
+    def new(self, sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
+        """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
+        self._made.append(own_group(sets, timeout=self._timeout, desc=desc, **options))
+        return self._made[-1]
 
     def destroy(self, *, are_aborted: bool = False) -> None:
         """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
-        for group in (self.pipe, self.agree, self.data):
+        for group in self._made:
             end_group(group, is_aborted=are_aborted and group is not self.agree)  # which is over host memory
 
 

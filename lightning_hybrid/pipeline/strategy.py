@@ -34,6 +34,7 @@ from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
+from lightning_hybrid.pipeline.tied_weights import TiedWeights
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
 from lightning_hybrid.strategy.comm_setup import trained_parameters
@@ -126,7 +127,9 @@ class HybridPipeline(DataRanksMixin):
         )
         self._groups = PipelineGroups(ranks, timeout=self._timeout)
         self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
-        bodies = {stage: self._body_of(self._cut.stage(stage)) for stage in ranks.stages}
+        stages = [self._cut.stage(stage) for stage in range(ranks.num_stages)]
+        tied = TiedWeights(stages, ranks, self._groups)
+        bodies = {stage: self._body_of(stages[stage]) for stage in ranks.stages}
         self._stages = Stages(
             module=module,
             net=module.get_submodule(self.of),
@@ -134,6 +137,7 @@ class HybridPipeline(DataRanksMixin):
             wrapped=bodies,
             ranks=ranks,
             groups=self._groups,
+            tied=tied,
             watchdog=watchdog,
             device=self.root_device,
             num_microbatches=self.num_microbatches,
@@ -145,7 +149,10 @@ class HybridPipeline(DataRanksMixin):
                 metric.process_group = self._groups.data
         if is_fit:
             vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
-                clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
+                clip_by_norm_over_stages,
+                group=self._groups.pipe,
+                device=self.root_device,
+                counted_elsewhere=tied.counted_elsewhere,
             )
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
                 module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))

@@ -91,6 +91,8 @@ class TrainingStep:
             self._schedules = {shapes: self._new_schedule(boundaries)}
         with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
             output = self._schedules[shapes]()
+            stages.watchdog.note("waiting for the gradients of tied weights", is_waiting=True)
+            stages.watchdog.wait_for(stages.tied.sum_gradients_)
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
             output = stages.shared_output(output, stages.num_microbatches, boundaries[-1][0])
         self._parts = ()

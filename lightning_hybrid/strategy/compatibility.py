@@ -58,6 +58,7 @@ CURES = {
     "GradientAccumulationScheduler": "set strategy.num_microbatches",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
+    "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss of the pairs of a micro-batch",
 }
@@ -128,6 +129,7 @@ EXCLUDED = tuple(
         ("manual steps", "error feedback", _SEVERAL),
         ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
         ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
+        ("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
         ("SyncBatchNorm", "pipeline", "each micro-batch has its statistics, as batches of an accumulation have"),
         (
             "SyncBatchNorm",
