@@ -100,6 +100,8 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
         MisconfigurationException: names the option.
     """
     found = {"pipeline": "a pipeline"} | in_precision(precision) | in_callbacks(trainer.callbacks if is_setup else ())
+    if precision.precision == "64-true":  # proved too
+        found.pop("precision", None)
     if (num := trainer.accumulate_grad_batches) != 1:
         found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:

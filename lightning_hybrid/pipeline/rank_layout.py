@@ -111,7 +111,7 @@ class OtherStages:
 
     def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:
         stays = set(map(id, needed))
-        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
         replaced: dict[int, Tensor] = {}
         for module in modules:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -121,27 +121,28 @@ class OtherStages:
                         continue
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _on_meta(tensor)
-                    self._kept.append((table, name, tensor, replaced[id(tensor)]))
-        for table, name, tensor, meta in self._kept:
-            table[name] = meta
+                    self._kept.append((table, name, tensor))
+        for table, name, tensor in self._kept:
+            table[name] = replaced[id(tensor)]
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Take them out of their modules: a module with tensors on the meta device cannot be moved."""
-        for table, name, _, _ in self._kept:
+        now = self._now()
+        for table, name, _ in now:
             table[name] = None
         try:
             yield
         finally:
-            for table, name, _, meta in self._kept:
+            for table, name, meta in now:
                 table[name] = meta
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
         """Hold values inside: by id of the tensor that is in a module now."""
-        before, made = [(table, name, table[name]) for table, name, _, _ in self._kept], dict[int, Tensor]()
+        before, made = self._now(), dict[int, Tensor]()
         for _, _, meta in before:
             if id(meta) in values:
                 value = values[id(meta)].to(device)
@@ -158,7 +159,8 @@ class OtherStages:
         """Put the users' own tensors back, with these values, in the order of `tensors`."""
         given = dict(zip(map(id, self.tensors), values, strict=True))
         own: dict[int, Tensor] = {}
-        for table, name, tensor, meta in self._kept:
+        for table, name, tensor in self._kept:
+            meta = table[name]
             tensor.data = given[id(meta)]
             table[name] = own[id(meta)] = tensor
         for optimizer in optimizers:
@@ -169,7 +171,11 @@ class OtherStages:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors on the meta device, each once."""
-        return list({id(meta): meta for _, _, _, meta in self._kept}.values())
+        return list({id(meta): meta for _, _, meta in self._now()}.values())
+
+    def _now(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        # Not those made here: `module.double()` makes other buffers.
+        return [(table, name, table[name]) for table, name, _ in self._kept]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]

@@ -55,6 +55,26 @@ def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(ran
         assert all(same(one, of_ranks[0][1]) for _, one in of_ranks)
 
 
+STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_microbatches=4".split()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "precision", "bound"),
+    [
+        (2, "32-true", 1e-5),
+        (4, "64-true", 1e-10),
+        pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
+        pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
+    ],
+)
+def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precision, bound):
+    whole, weights = fitted(text, "trainer.devices=1", f"precision={precision}", "strategy=ddp")
+    words = (*STAGES, f"trainer.devices={num_stages}", f"strategy.num_stages={num_stages}", f"precision={precision}")
+    for losses, own in rank_pool.ranks(num_stages).run(fitted, text, *words):
+        torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
+        assert list(own) == list(weights)
+
+
 def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(text):
     """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
     whole, _ = fitted(text, "trainer.devices=1")
