@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,9 +13,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpointed(
-    stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False
-) -> Any:
+def checkpointed(stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False) -> Any:
     """Compute `stage(*xs)` without storing its activations for backward, which computes them again.
 
     Values and gradients are those of `stage(*xs)` bit for bit, if its kernels are deterministic and draw no random

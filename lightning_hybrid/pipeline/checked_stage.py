@@ -101,7 +101,10 @@ class CheckedStage(PipelineStage):
             setting.num_stages,
             setting.device,
             # Without them torch would find shapes by a forward of its own. Only what gets a gradient requires one.
-            input_args=tuple(one.empty("meta", requires_grad=one.has_gradient) for one in (_known(given) if setting.index > 0 else given)),
+            input_args=tuple(
+                one.empty("meta", requires_grad=one.has_gradient)
+                for one in (_known(given) if setting.index > 0 else given)
+            ),
             output_args=tuple(one.empty("meta", requires_grad=True) for one in _known(returned)),
             group=setting.group,
         )

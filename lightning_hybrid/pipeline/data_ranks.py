@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,8 +48,17 @@ class DataRanksMixin(HybridAllReduce):
     @property
     def run_status(self) -> RunStatus:
         """What callbacks may know of the run."""
-        own_state = nullcontext if self._cut is None else self._cut.guard.allowed
-        return dataclasses.replace(super().run_status, replica_group=self._data_group, own_state=own_state)
+        status = super().run_status
+
+        @contextmanager
+        def own_state() -> Iterator[None]:
+            with self._allowed(), status.own_state():
+                yield
+
+        return dataclasses.replace(status, replica_group=self._data_group, own_state=own_state)
+
+    def _allowed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._cut is None else self._cut.guard.allowed()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data ranks: those of a pipeline hold the same values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
-from lightning_hybrid.pipeline.tied_weights import TiedWeights
 from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check_all, output_of
+from lightning_hybrid.pipeline.tied_weights import TiedWeights
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,7 @@ class Stages:
     watchdog: PipelineWatchdog
     device: torch.device
     num_microbatches: int
+    whole: Callable[[], AbstractContextManager[None]]  # inside, layers that are cut over ranks are whole. Collective
 
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[tuple[Boundary, ...]]] = {}
@@ -81,26 +83,30 @@ class Stages:
         `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
         """
         if key not in self._boundaries:
-            peers, found = self.ranks.pipelines[self.ranks.data_rank], list[tuple[Boundary, ...]]()
-            for stage in range(-1, self.ranks.num_stages):
-                owner = peers[max(stage, 0) % self.ranks.num_ranks]
-                answer: list[Any] = [None]
-                if owner == self.ranks.rank:
-                    try:
-                        if stage < 0:
-                            answer = [tuple(map(boundary_of, given()))]
-                        else:
-                            answer = [output_of(self.bodies[stage].blocks, found[-1], self.device)]
-                        if stage + 1 == self.ranks.num_stages and len(answer[0]) != 1:
-                            answer = [f"the last block must return one tensor (returned {len(answer[0])})"]
-                    except Exception as error:
-                        answer = [f"{type(error).__name__}: {error}"]
-                dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
-                if isinstance(answer[0], str):
-                    raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
-                found.append(answer[0])
-            self._boundaries[key] = found
+            with self.whole():
+                self._boundaries[key] = self._new_boundaries(given)
         return self._boundaries[key]
+
+    def _new_boundaries(self, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
+        peers, found = self.ranks.pipelines[self.ranks.data_rank], list[tuple[Boundary, ...]]()
+        for stage in range(-1, self.ranks.num_stages):
+            owner = peers[max(stage, 0) % self.ranks.num_ranks]
+            answer: list[Any] = [None]
+            if owner == self.ranks.rank:
+                try:
+                    if stage < 0:
+                        answer = [tuple(map(boundary_of, given()))]
+                    else:
+                        answer = [output_of(self.bodies[stage].blocks, found[-1], self.device)]
+                    if stage + 1 == self.ranks.num_stages and len(answer[0]) != 1:
+                        answer = [f"the last block must return one tensor (returned {len(answer[0])})"]
+                except Exception as error:
+                    answer = [f"{type(error).__name__}: {error}"]
+            dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
+            if isinstance(answer[0], str):
+                raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
+            found.append(answer[0])
+        return found
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""

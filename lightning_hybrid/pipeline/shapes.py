@@ -156,7 +156,7 @@ def _double_of(block: nn.Module) -> nn.Module:
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Return what each block costs: operations of a forward on `example`, or its parameters where it has no tensors alone.
+    """Return what each block costs: operations of a forward on `example`, or its parameters where it is no tensors.
 
     One operation for each element that a block returns is added, so that none is free.
 

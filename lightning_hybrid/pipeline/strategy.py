@@ -33,10 +33,11 @@ from lightning_hybrid.pipeline.options import (
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups
 from lightning_hybrid.pipeline.shapes import costs_of
-from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.tied_weights import TiedWeights
+from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
+from lightning_hybrid.placement import ignored_by_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.registration import PIPELINE_NAME
@@ -141,6 +142,7 @@ class HybridPipeline(DataRanksMixin):
             watchdog=watchdog,
             device=self.root_device,
             num_microbatches=self.num_microbatches,
+            whole=self._whole,
         )
         with nullcontext() if is_fit else self._cut.ignored_by_ddp():
             super().setup(trainer)
@@ -148,11 +150,21 @@ class HybridPipeline(DataRanksMixin):
             if metric.process_group is None:
                 metric.process_group = self._groups.data
         if is_fit:
+            if self._extensions is not None:
+                if (num := self._extensions.fit.topology.num_nodes) > 1:
+                    raise ValueError(
+                        f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): the "
+                        "same slices on several nodes would be averaged by a backward that ends no step. Leave it out."
+                    )
+                self._extensions.begin(self._comm, self.model)
+            of_slices = self.precision_plugin.clip_grad_by_norm.keywords if self._extensions else {}
             vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
                 clip_by_norm_over_stages,
                 group=self._groups.pipe,
                 device=self.root_device,
                 counted_elsewhere=tied.counted_elsewhere,
+                slices=of_slices.get("slices", ()),
+                slice_group=of_slices.get("group"),
             )
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
                 module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
@@ -162,6 +174,24 @@ class HybridPipeline(DataRanksMixin):
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
             f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
         )
+
+    @property
+    def _other_context(self) -> dict[str, Any]:
+        # Of data ranks those of one stage share its layers. All have begun with rank zero's.
+        replicas = ReplicaSets(world=self._comm.topology, sets=self.pipeline_ranks.replicas)
+        return {"topology": replicas, "ddp_options": {**self._ddp_kwargs, "init_sync": False}}
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Compute with whole layers inside, as validation does. Collective."""
+        extensions = self._extensions if self._here.module.trainer.training else None
+        if extensions is not None:
+            extensions.call("in_validation")
+        try:
+            yield
+        finally:
+            if extensions is not None:
+                extensions.call("after_validation")
 
     def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
         from lightning_hybrid.pipeline.checked_stage import StageBody  # here: it imports torch's schedules
@@ -179,12 +209,14 @@ class HybridPipeline(DataRanksMixin):
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
         here = self._here
-        self._averaged_parameters = trained_parameters(here.module)[0]
+        self._averaged_parameters, ignored = trained_parameters(here.module)
+        named = here.module.named_parameters(remove_duplicate=False)
+        ignored_ids = {id(parameter) for name, parameter in named if name in ignored}
         if here.ranks.num_data_ranks > 1:
             replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
             new = self._comm.new_engine(self.precision_plugin, replicas=replicas, group=self._data_group)
             here.watchdog.engine = self._comm.engine = new
-            here.wrapped = {index: self._wrapped(body, new) for index, body in here.bodies.items()}
+            here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
@@ -192,12 +224,14 @@ class HybridPipeline(DataRanksMixin):
         assert self._cut is not None
         self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0], cut=self._cut)
 
-    def _wrapped(self, body: nn.Module, engine: CommEngine) -> nn.Module:
-        if not any(parameter.requires_grad for parameter in body.parameters()):
+    def _wrapped(self, body: nn.Module, engine: CommEngine, ignored: set[int]) -> nn.Module:
+        if not any(parameter.requires_grad and id(parameter) not in ignored for parameter in body.parameters()):
             return body
         options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
-        wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
-        self._comm.average_by(engine, wrapped)
+        named = body.named_parameters(remove_duplicate=False)
+        with ignored_by_ddp(body, [name for name, one in named if id(one) in ignored]):
+            wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
+        self._comm.hook_state = self._comm.average_by(engine, wrapped)
         return wrapped
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -283,7 +317,7 @@ class HybridPipeline(DataRanksMixin):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what this rank has; `save_checkpoint` brings it together."""
-        with self.run_status.own_state():
+        with self._allowed():
             return dict(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -110,11 +110,12 @@ class TrainingStep:
             with self.draws(0), self._muting.muted(), apart:
                 return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
 
-        whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
-        if stages.ranks.is_first:
-            return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
-        with whole:
-            return ""  # the first rank's counts
+        with stages.whole():
+            whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
+            if stages.ranks.is_first:
+                return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
+            with whole:
+                return ""  # the first rank's counts
 
     def _compare(self, whole: float | str) -> None:
         self._is_first_step = False

@@ -105,7 +105,7 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
-        *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
+        *((name, "node slices", _WHOLE) for name in ("adasum", "local steps")),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves would have to agree on a loss between two averages"),
         ("error feedback", "elastic", "a lost host takes its residual with it"),

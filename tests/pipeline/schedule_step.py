@@ -36,7 +36,9 @@ def step_over(
         setting = StageSetting(
             index=index, num_stages=num_stages, device=torch.device("cpu"), group=group, pairs=(), note=watchdog.note
         )
-        stages.append(CheckedStage(StageBody([block]), setting, given=[given], returned=[given], input_of=lambda _: (x,)))
+        stages.append(
+            CheckedStage(StageBody([block]), setting, given=[given], returned=[given], input_of=lambda _: (x,))
+        )
     run = schedule_of(schedule, stages, num_microbatches=num_microbatches, loss_of=lambda output, _: output.sum())
 
     def step() -> None:

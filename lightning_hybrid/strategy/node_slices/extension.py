@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
@@ -45,7 +46,8 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
         )
         return None
     refuse_layers(module, layers, num_slices=len(topology.node))
-    return NodeSlicesExtension(layers)
+    here = [names for names in layers if not any(one.is_meta for one in _parameters(module, names))]
+    return NodeSlicesExtension(here)  # others are on the ranks of other stages
 
 
 class NodeSlicesExtension(FitExtension):
@@ -144,6 +146,10 @@ class NodeSlicesExtension(FitExtension):
         _connect_stages(fit, None)
         if slices is not None:
             slices.end(fit.optimizers, is_whole=error is None)
+
+
+def _parameters(module: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
+    return [one for name in names for one in module.get_submodule(name).parameters()]
 
 
 def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:
