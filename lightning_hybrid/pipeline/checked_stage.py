@@ -10,10 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from lightning_hybrid.models.activation_checkpointing import checkpointed
-from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, check_all
+from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, check
 from lightning_hybrid.precision.master_weights import MasterPair, sum_gradients_
 
 
@@ -116,7 +122,7 @@ class CheckedStage(PipelineStage):
         self._note("in forward", fwd_chunk_id)
         if self.is_first:
             args = self._input_of(fwd_chunk_id)
-            check_all(self._given, args, f"the input of micro-batch {fwd_chunk_id}")
+            check(self._given, args, f"the input of micro-batch {fwd_chunk_id}")
         self._number = fwd_chunk_id
         try:
             with self._draws(fwd_chunk_id):  # activation checkpoints keep the state inside for their second pass
@@ -135,7 +141,7 @@ class CheckedStage(PipelineStage):
             known, others = iter(args), iter(self._received.pop(self._number))
             args = tuple(next(known if one.has_gradient else others) for one in self._given)
         output = super().forward_maybe_with_nosync(*args, **kwargs)
-        check_all(self._returned, output, f"the output of stage {self.stage_index}")
+        check(self._returned, output, f"the output of stage {self.stage_index}")
         if self.is_last:
             return output
         pairs = list(zip(self._returned, as_arguments(output), strict=True))
@@ -199,7 +205,9 @@ class CheckedStage(PipelineStage):
             gradients, *rest = super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
-        if not self.is_first:  # where the loss does not depend on one, torch 2.13 and before know no gradient to send
+        if (
+            not self.is_first and backward_type != "weight"
+        ):  # where the loss does not depend on one, torch 2.13 and before know no gradient to send
             pairs = zip(bwd_kwargs["input_values"], gradients, strict=True)
             gradients = tuple(torch.zeros_like(value) if each is None else each for value, each in pairs)
         if not last_backward:
@@ -237,10 +245,11 @@ def schedule_of(
     # `scale_grads` would divide after the sum, where accumulation divides each loss.
     options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
     schedule: Any
-    if name == "interleaved":
-        schedule = ScheduleInterleaved1F1B(list(stages), **options)
-    else:
+    if name in ("gpipe", "1f1b"):
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], **options)
+    else:
+        kinds = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+        schedule = kinds[name](list(stages), **options)
     # The target of a micro-batch is its number.
     numbers = torch.arange(num_microbatches)
     return lambda: schedule.step(target=numbers) if any(stage.is_last for stage in stages) else schedule.step()

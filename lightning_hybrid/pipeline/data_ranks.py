@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
@@ -23,6 +24,7 @@ class DataRanksMixin(HybridAllReduce):
 
     num_stages: int
     schedule: str
+    checkpoint_activations: bool
     _groups: PipelineGroups | None = None
     _cut: CutModel | None = None
 
@@ -30,7 +32,8 @@ class DataRanksMixin(HybridAllReduce):
         """Set ranks and world size, and refuse a world that does not divide into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
-            check_ranks(num_stages=self.num_stages, world_size=self.world_size)
+            options = {"schedule": self.schedule, "checkpoints": self.checkpoint_activations}
+            check_ranks(num_stages=self.num_stages, world_size=self.world_size, **options)
 
     @property
     def pipeline_ranks(self) -> PipelineRanks:
@@ -39,6 +42,23 @@ class DataRanksMixin(HybridAllReduce):
         return PipelineRanks(
             rank=self.global_rank, world_size=self.world_size, num_ranks=self.num_stages, stages_per_rank=per_rank
         )
+
+    @property
+    def replicas(self) -> ReplicaSets:
+        """The ranks that hold the same stages: data ranks, or ranks that share the layers of a stage."""
+        return ReplicaSets(world=self._comm.topology, sets=self.pipeline_ranks.replicas)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        # Inside, layers that are cut over these are whole, as in validation.
+        extensions = self._extensions if self._module.trainer.training else None
+        if extensions is not None:
+            extensions.call("in_validation")
+        try:
+            yield
+        finally:
+            if extensions is not None:
+                extensions.call("after_validation")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

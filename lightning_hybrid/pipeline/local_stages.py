@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
-from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check_all, output_of
-from lightning_hybrid.pipeline.tied_weights import TiedWeights
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
+from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check, output_of
 
 
 @dataclass(kw_only=True)
@@ -140,7 +139,7 @@ class Stages:
                         self.watchdog.wait_for(receive)
                 self.watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
                 output = self.bodies[stage](*part)
-                check_all(boundaries[stage + 1], output, f"the output of stage {stage}")
+                check(boundaries[stage + 1], output, f"the output of stage {stage}")
                 if stage + 1 == self.ranks.num_stages:
                     outputs.append(output)
                     continue

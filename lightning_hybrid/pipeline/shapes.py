@@ -60,27 +60,16 @@ class Boundary:
             tensor = self.empty(tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def check(self, value: object, what: str) -> None:
-        """Raise `RuntimeError` unless `what` is a tensor of this shape and dtype."""
-        if not isinstance(value, Tensor):
-            found = f"a {type(value).__name__}"
-        elif tuple(value.shape) == self.shape and value.dtype is self.dtype:
-            return
-        else:
-            found = f"{tuple(value.shape)} of {value.dtype}, where {self.shape} of {self.dtype} was agreed on"
-        raise RuntimeError(
-            f"Shape or dtype of {what} (={found}) must be that of the fake tensors that ran before: the next rank "
-            "would take the message for something else. A block must not choose its shapes by values."
-        )
 
-
-def check_all(boundaries: Sequence[Boundary], value: object, what: str) -> None:
+def check(boundaries: Sequence[Boundary], value: object, what: str) -> None:
     """Raise `RuntimeError` unless `what`, a tensor or a tuple, is tensors of these shapes and dtypes."""
-    values = as_arguments(value)
-    if len(values) != len(boundaries):
-        raise RuntimeError(f"{what} (={len(values)} tensors) must be {len(boundaries)} tensors, as agreed on.")
-    for number, (boundary, one) in enumerate(zip(boundaries, values, strict=True)):
-        boundary.check(one, what if len(values) == 1 else f"tensor {number} of {what}")
+    agreed = [(one.shape, one.dtype) for one in boundaries]
+    found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)]
+    if found != agreed:
+        raise RuntimeError(
+            f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): the "
+            "next rank would take the message for something else. A block must not choose its shapes by values."
+        )
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
@@ -29,11 +28,11 @@ from lightning_hybrid.pipeline.options import (
     compare_stages,
     cut_places,
     refuse_in_pipeline,
+    refuse_several_nodes,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.pipeline.rank_layout import PipelineGroups
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, TiedWeights
 from lightning_hybrid.pipeline.shapes import costs_of
-from lightning_hybrid.pipeline.tied_weights import TiedWeights
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
@@ -61,6 +60,7 @@ class HybridPipeline(DataRanksMixin):
             more keep the waiting part below 20 %.
         schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: backward as soon
             as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
+            `"zero_bubble"`: these, with gradients of weights computed while others wait; for one data rank.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
         cuts: first block of each stage after the first; None balances the stages, by operations where the module has
             an `example_input_array` (the network's input), else by parameters.
@@ -89,8 +89,8 @@ class HybridPipeline(DataRanksMixin):
         checkpoint_activations: bool = False,
         **options: Any,
     ) -> None:
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
         self._stages: Stages | None = None
@@ -151,21 +151,12 @@ class HybridPipeline(DataRanksMixin):
                 metric.process_group = self._groups.data
         if is_fit:
             if self._extensions is not None:
-                if (num := self._extensions.fit.topology.num_nodes) > 1:
-                    raise ValueError(
-                        f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): the "
-                        "same slices on several nodes would be averaged by a backward that ends no step. Leave it out."
-                    )
+                refuse_several_nodes(self.replicas)
                 self._extensions.begin(self._comm, self.model)
-            of_slices = self.precision_plugin.clip_grad_by_norm.keywords if self._extensions else {}
-            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
-                clip_by_norm_over_stages,
-                group=self._groups.pipe,
-                device=self.root_device,
-                counted_elsewhere=tied.counted_elsewhere,
-                slices=of_slices.get("slices", ()),
-                slice_group=of_slices.get("group"),
-            )
+            clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
+            stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
+            clip_over_stages = partial(clip, device=self.root_device, **stages_of_norm)
+            vars(self.precision_plugin)["clip_grad_by_norm"] = clip_over_stages
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
                 module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
                 self._until_teardown.callback(module.__dict__.pop, name)
@@ -174,24 +165,6 @@ class HybridPipeline(DataRanksMixin):
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
             f"{self.schedule}, {self.num_microbatches} micro-batches; cuts {places[1:-1]} of {len(blocks)} blocks"
         )
-
-    @property
-    def _other_context(self) -> dict[str, Any]:
-        # Of data ranks those of one stage share its layers. All have begun with rank zero's.
-        replicas = ReplicaSets(world=self._comm.topology, sets=self.pipeline_ranks.replicas)
-        return {"topology": replicas, "ddp_options": {**self._ddp_kwargs, "init_sync": False}}
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Compute with whole layers inside, as validation does. Collective."""
-        extensions = self._extensions if self._here.module.trainer.training else None
-        if extensions is not None:
-            extensions.call("in_validation")
-        try:
-            yield
-        finally:
-            if extensions is not None:
-                extensions.call("after_validation")
 
     def _body_of(self, blocks: Sequence[nn.Module]) -> nn.Module:
         from lightning_hybrid.pipeline.checked_stage import StageBody  # here: it imports torch's schedules
@@ -213,8 +186,7 @@ class HybridPipeline(DataRanksMixin):
         named = here.module.named_parameters(remove_duplicate=False)
         ignored_ids = {id(parameter) for name, parameter in named if name in ignored}
         if here.ranks.num_data_ranks > 1:
-            replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            new = self._comm.new_engine(self.precision_plugin, replicas=replicas, group=self._data_group)
+            new = self._comm.new_engine(self.precision_plugin, replicas=self.replicas, group=self._data_group)
             here.watchdog.engine = self._comm.engine = new
             here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
         if self._half is not None:

@@ -46,6 +46,7 @@ CURES = {
     # the run
     "unequal nodes": "launch equal nodes",
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
+    "double precision": "take 32-true",
     "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
     "accumulation": "set strategy.num_microbatches to that many times what it is, and the batch of the loader too",
     "manual optimization": "return the loss from `training_step`",
@@ -122,6 +123,7 @@ EXCLUDED = tuple(
         ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
         ("unequal nodes", "node slices", "a slice is the same on every node"),
         ("precision", "shard update", f"the update is shared with {_PROVED}"),
+        ("double precision", "shard update", f"the update is shared with {_PROVED}"),
         ("precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"),
         ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
         ("gradient scaler", "error feedback", _RULE_OF_SCALE),
@@ -205,7 +207,8 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 def in_precision(plugin: Any) -> dict[str, str]:
     """Return what of the precision excludes options."""
     text = f"`precision` (={plugin.precision!r})"
-    found = {} if plugin.precision in PRECISIONS else {"precision": text}
+    kind = "double precision" if plugin.precision == "64-true" else "precision"
+    found = {} if plugin.precision in PRECISIONS else {kind: text}
     return found | ({"gradient scaler": text} if has_grad_scaler(plugin) else {})
 
 

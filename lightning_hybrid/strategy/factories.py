@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.comm.codec.codec import Codec
@@ -23,13 +22,12 @@ def made_for(strategy: Any) -> Extensions | None:
     fit = FitContext(
         module=strategy.lightning_module,
         precision=strategy.precision_plugin,
-        topology=comm.topology,
+        topology=getattr(strategy, "replicas", comm.topology),  # of a stage, in a pipeline
         device=strategy.root_device,
         timeout=strategy._timeout,
         ddp_options=strategy._ddp_kwargs,
         failures=strategy._failures,
     )
-    fit = replace(fit, **strategy._other_context)
     between, local_steps = comm.dtype_across_nodes, comm.local_steps
     # Imported here: a fit without an option needs none of its modules.
     if any(getattr(one, "node_slices", ()) for one in fit.module.modules()):

@@ -185,11 +185,6 @@ class HybridAllReduce(_Base):
         self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
 
     @property
-    def _other_context(self) -> dict[str, Any]:
-        """Fields of `FitContext` that are other ones than of data ranks."""
-        return {}
-
-    @property
     def _module(self) -> Any:
         return self.lightning_module  # there from `connect` on
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
-from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
 from lightning_hybrid.pipeline.rank_layout import OtherStages
@@ -26,7 +26,7 @@ from tests.scenes import at, fit, play
     ("options", "words"),
     [
         ({"schedule": "pipedream"}, "weight stashing"),
-        ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
+        ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
         ({"num_stages": 1}, "one stage is no pipeline"),
         ({"num_stages": 4, "num_microbatches": 2}, "must be at least `num_stages` (=4)"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
@@ -76,6 +76,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
     ("call", "words"),
     [
         (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
+        (lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"), "must have one pipeline"),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
         (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
@@ -304,5 +305,5 @@ def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkey
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
     frozen = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    clip_by_norm_over_stages(frozen, 1.0, group=None, device=torch.device("meta"))
+    clip_by_norm_over_ranks(frozen, 1.0, stage_group=object(), device=torch.device("meta"))
     assert sent == ["meta"]
