@@ -1,4 +1,4 @@
-"""Clipping of gradients by a norm that is spread over ranks: by stages of a pipeline, by slices of layers, or by both."""
+"""Clipping of gradients by a norm that is spread over ranks: by stages of a pipeline, and by slices of layers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def clip_by_norm_over_ranks(
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of all gradients, in the order of the parameters
 
-    As `torch.nn.utils.clip_grad_norm_` over the whole network: of stages to the bit, as each has the norm of a parameter
-    in its place and zeros elsewhere, to which adding is exact; of slices but for the order of additions.
+    As `torch.nn.utils.clip_grad_norm_` over the whole network: of stages to the bit, as each has the norms of its
+    parameters in their places and zeros elsewhere, to which adding is exact; of slices but for the order of additions.
 
     Args:
         optimizer: has all parameters on every rank, or those of this rank and placeholders.

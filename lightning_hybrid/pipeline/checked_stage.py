@@ -77,7 +77,7 @@ class CheckedStage(PipelineStage):
     """A stage whose gradients of several micro-batches add up as those of accumulated batches do, bit for bit.
 
     With half precision they are summed in fp32 and rounded once, into the last micro-batch's backward. torch knows of
-    the tensors for which a gradient comes back, as it takes no others; those without go beside them.
+    the tensors for which a gradient comes back, as it takes no others; the rest has messages of its own.
 
     Args:
         body: the module, or the module in DistributedDataParallel.
@@ -99,7 +99,7 @@ class CheckedStage(PipelineStage):
     ) -> None:
         self._setting, self._given, self._returned, self._input_of = setting, given, returned, input_of
         self._draws = draws
-        # By micro-batch: what goes beside the tensors that torch knows.
+        # By micro-batch: the tensors that torch does not know.
         self._received, self._sent = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         super().__init__(
             body,
@@ -205,9 +205,8 @@ class CheckedStage(PipelineStage):
             gradients, *rest = super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
-        if (
-            not self.is_first and backward_type != "weight"
-        ):  # where the loss does not depend on one, torch 2.13 and before know no gradient to send
+        if not self.is_first and backward_type != "weight":
+            # One that the loss does not depend on has none, which torch 2.13 and before do not send.
             pairs = zip(bwd_kwargs["input_values"], gradients, strict=True)
             gradients = tuple(torch.zeros_like(value) if each is None else each for value, each in pairs)
         if not last_backward:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.pipeline.cut_model import CutModel
+from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.options import STAGES_PER_RANK, check_ranks
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
+from lightning_hybrid.pipeline.whole_state import share_
 from lightning_hybrid.run_status import RunStatus
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
@@ -27,13 +29,19 @@ class DataRanksMixin(HybridAllReduce):
     checkpoint_activations: bool
     _groups: PipelineGroups | None = None
     _cut: CutModel | None = None
+    _stages: Stages | None = None
+
+    @property
+    def _here(self) -> Stages:
+        assert self._stages is not None  # from setup to teardown
+        return self._stages
 
     def set_world_ranks(self) -> None:
         """Set ranks and world size, and refuse a world that does not divide into pipelines."""
         super().set_world_ranks()
         if self.cluster_environment is not None:
-            options = {"schedule": self.schedule, "checkpoints": self.checkpoint_activations}
-            check_ranks(num_stages=self.num_stages, world_size=self.world_size, **options)
+            given: dict[str, Any] = {"schedule": self.schedule, "checkpoints": self.checkpoint_activations}
+            check_ranks(num_stages=self.num_stages, world_size=self.world_size, **given)
 
     @property
     def pipeline_ranks(self) -> PipelineRanks:
@@ -79,6 +87,18 @@ class DataRanksMixin(HybridAllReduce):
 
     def _allowed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._cut is None else self._cut.guard.allowed()
+
+    def on_validation_start(self) -> None:
+        """Give every data rank the running statistics of the first, as DDP does before a forward."""
+        super().on_validation_start()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        here = self._here
+        # The stages run under `no_sync`, where DDP shares none.
+        for body in here.bodies.values() if here.ranks.num_data_ranks > 1 else ():
+            owner = here.ranks.replicas[here.ranks.position][0]
+            share_(body.buffers(), owner=owner, device=here.device, group=here.groups.data)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data ranks: those of a pipeline hold the same values."""

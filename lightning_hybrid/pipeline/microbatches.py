@@ -26,7 +26,6 @@ from torchmetrics import Metric, MetricCollection
 
 class _InputFound(Exception):  # noqa: N818  not an error: it ends `training_step` at the call of the network
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        super().__init__()
         self.tensors = tensors
 
 

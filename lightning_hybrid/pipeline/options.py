@@ -86,8 +86,8 @@ def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", che
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
             f"`schedule` (={schedule!r}) must have one pipeline (here {num_stages} of {world_size} ranks) and no "
-            "`checkpoint_activations`: torch computes gradients of weights apart and adds them to `.grad` itself, where "
-            'DistributedDataParallel does not see them, by a graph that must be stored. Set schedule="interleaved".'
+            "`checkpoint_activations`: torch computes gradients of weights apart, by a graph that it stores, and adds them "
+            "to `.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
         raise ValueError(
@@ -125,8 +125,8 @@ def refuse_several_nodes(replicas: ReplicaSets) -> None:
     """
     if (num := replicas.num_nodes) > 1:
         raise ValueError(
-            f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): a backward that ends "
-            "no step would average the same slices of several nodes. Leave it out."
+            f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): slices of several "
+            "nodes are averaged by DDP's flag, and a stage may have no DDP. Leave it out."
         )
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -125,9 +126,9 @@ class TiedWeights:
         names, places = dict[Tensor, str](), dict[Tensor, list[int]]()
         for stage, blocks in enumerate(stages):
             # Each parameter of a stage once, whatever the names that it has there.
-            for name, parameter in nn.ModuleList(blocks).named_parameters():
-                names.setdefault(parameter, name)
-                places.setdefault(parameter, []).append(stage)
+            for name, one in nn.ModuleList(blocks).named_parameters():
+                names.setdefault(one, name)
+                places.setdefault(one, []).append(stage)
         self._own = list[tuple[Tensor, Any]]()
         self.counted_elsewhere: set[int] = set()
         made = dict[tuple[int, ...], Any]()

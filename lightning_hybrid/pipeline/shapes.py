@@ -67,8 +67,8 @@ def check(boundaries: Sequence[Boundary], value: object, what: str) -> None:
     found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)]
     if found != agreed:
         raise RuntimeError(
-            f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): the "
-            "next rank would take the message for something else. A block must not choose its shapes by values."
+            f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): "
+            "the next rank would take the message for something else. A block must not choose its shapes by values."
         )
 
 

@@ -35,7 +35,7 @@ from lightning_hybrid.pipeline.rank_layout import PipelineGroups, TiedWeights
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
-from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
+from lightning_hybrid.pipeline.whole_state import gather_checkpoint, without_others
 from lightning_hybrid.placement import ignored_by_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.failures import refuse_after_failure
@@ -93,17 +93,11 @@ class HybridPipeline(DataRanksMixin):
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
-        self._stages: Stages | None = None
         self._training: TrainingStep | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
         self._until_teardown = ExitStack()
         super().__init__(**dict(options))
-
-    @property
-    def _here(self) -> Stages:
-        assert self._stages is not None  # from setup to teardown
-        return self._stages
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -272,18 +266,6 @@ class HybridPipeline(DataRanksMixin):
             self._here.agree_on_batch(batch)
         with forward_replaced(self._here.net, self._here.evaluate):
             yield
-
-    def on_validation_start(self) -> None:
-        """Give every data rank the running statistics of the first, as DDP does before a forward."""
-        super().on_validation_start()
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        here = self._here
-        # The stages run under `no_sync`, where DDP shares none.
-        for body in here.bodies.values() if here.ranks.num_data_ranks > 1 else ():
-            owner = here.ranks.replicas[here.ranks.position][0]
-            share_(body.buffers(), owner=owner, device=here.device, group=here.groups.data)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

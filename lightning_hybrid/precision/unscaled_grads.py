@@ -210,8 +210,8 @@ class MicrobatchMixin(_Base):
         # A stage without gradients for this optimizer found none that are inf or nan, and the others wait for its word.
         if found_inf is None and is_asked:
             found_inf = torch.zeros((), device=self._device)
-        for agree in self._agree_on_overflow if found_inf is not None else ():
-            found_inf = agree(found_inf)
+        for agree in self._agree_on_overflow:
+            found_inf = None if found_inf is None else agree(found_inf)
         return found_inf
 
     def _decides_alone(self, optimizer: Optimizer) -> bool:

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
-from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
 
@@ -37,7 +36,7 @@ class FitContext:
 
     module: pl.LightningModule
     precision: Any  # the plugin
-    topology: Topology | ReplicaSets  # of the ranks that train the same layers
+    topology: Topology  # in a pipeline `ReplicaSets` of the stages
     device: torch.device
     timeout: timedelta
     ddp_options: Mapping[str, Any]  # arguments of `DistributedDataParallel`

@@ -95,7 +95,7 @@ class Bert(nn.Module):
 
 
 class _Beside(nn.Module):
-    """A layer of states, with the positions of masked tokens beside them."""
+    """A layer of states, and the positions of masked tokens, which go on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

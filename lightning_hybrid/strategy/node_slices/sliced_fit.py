@@ -18,7 +18,6 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
-from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
@@ -89,7 +88,7 @@ class SlicedFit:
         layers: Sequence[tuple[str, ...]],
         *,
         averages: Sequence[nn.Module],
-        topology: Topology | ReplicaSets,
+        topology: Topology,
         timeout: timedelta | None,
         is_synced: bool,
     ) -> None:
