@@ -161,8 +161,8 @@ class CheckedStage(PipelineStage):
         known, others = _known(self._given), [one for one in self._given if not one.has_gradient]
         self._lay_out(self.args_recv_info[fwd_chunk_id], known)
         self._received[fwd_chunk_id] = tensors = [one.empty(self.device) for one in others]
-        beside = self._ops(dist.irecv, tensors, others, self.stage_index - 1)
-        return [*_flat(super().get_fwd_recv_ops(fwd_chunk_id), known), *beside]
+        apart = self._ops(dist.irecv, tensors, others, self.stage_index - 1)
+        return [*_flat(super().get_fwd_recv_ops(fwd_chunk_id), known), *apart]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what receives the gradient of a micro-batch's output."""
@@ -176,8 +176,8 @@ class CheckedStage(PipelineStage):
         if self.is_last:
             return []
         others = [one for one in self._returned if not one.has_gradient]
-        beside = self._ops(dist.isend, self._sent.pop(fwd_chunk_id), others, self.stage_index + 1)
-        return [*_flat(super().get_fwd_send_ops(fwd_chunk_id), _known(self._returned)), *beside]
+        apart = self._ops(dist.isend, self._sent.pop(fwd_chunk_id), others, self.stage_index + 1)
+        return [*_flat(super().get_fwd_send_ops(fwd_chunk_id), _known(self._returned)), *apart]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return what sends the gradient of a micro-batch's input."""

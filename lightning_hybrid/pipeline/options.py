@@ -86,8 +86,8 @@ def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", che
     if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
         raise ValueError(
             f"`schedule` (={schedule!r}) must have one pipeline (here {num_stages} of {world_size} ranks) and no "
-            "`checkpoint_activations`: torch computes gradients of weights apart, by a graph that it stores, and adds them "
-            "to `.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
+            "`checkpoint_activations`: torch computes gradients of weights apart, by a graph that it stores, and adds "
+            "them to `.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
         )
     if world_size % num_stages:
         raise ValueError(

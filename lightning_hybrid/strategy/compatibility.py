@@ -94,7 +94,7 @@ EXCLUDED = tuple(
         ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
-        ("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
+        ("shard update", "pipeline", "it shares the buckets of one wrapper of DDP, and each stage has one of its own"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
         ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
         (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS
@@ -9,7 +10,7 @@ from tests import toy
 from tests.pipeline.cases import accumulated, in_stages
 from tests.scenes import fit, same
 
-WIDTH, NUM = toy.NUM_FEATURES, 4
+WIDTH, NUM, NUM_TOKENS = toy.NUM_FEATURES, 4, 17
 
 
 class Tied(toy.Toy):
@@ -82,6 +83,56 @@ def test_its_checkpoint_is_that_of_a_whole_network(one_rank, two_ranks, four_ran
     assert len({other["state_dict"][name].untyped_storage().data_ptr() for name in names}) == 1
     assert same(dict(between["state_dict"]), went_on.weights)
     assert same(piped[0].weights, straight[0].weights)
+
+
+class Embeds(nn.Embedding):
+    def forward(self, tokens, targets):
+        return super().forward(tokens), targets
+
+
+class Mixes(nn.TransformerEncoderLayer):
+    def forward(self, states, targets):
+        return super().forward(states), targets
+
+
+class Losses(nn.Linear):
+    def forward(self, states, targets):
+        return F.cross_entropy(super().forward(states).flatten(0, 1), targets.flatten(), reduction="none")
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [Mixes(WIDTH, 2, WIDTH, 0.0, batch_first=True) for _ in range(2)]
+        self.blocks = nn.ModuleList([Embeds(NUM_TOKENS, WIDTH), *layers, Losses(WIDTH, NUM_TOKENS)])
+
+    def pipeline_blocks(self):
+        return list(self.blocks)
+
+    def forward(self, *x):
+        for block in self.blocks:
+            x = block(*x)
+        return x
+
+
+class TellsTokens(Tied):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = Language()
+        self.net.blocks[-1].weight = self.net.blocks[0].weight
+
+    def loss(self, batch):
+        tokens = (4 * batch[0]).long().remainder(NUM_TOKENS)
+        return self.net(tokens, tokens.roll(1, 1)).mean()
+
+
+def test_a_language_model_whose_last_stage_returns_losses_trains_as_under_accumulation(one_rank, four_ranks):
+    expected = fit(one_rank, TellsTokens, **accumulated())[0].weights
+    for seen in fit(four_ranks, TellsTokens, **in_stages(num_stages=4)):
+        for name, weight in seen.weights.items():
+            assert (weight - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
 class TiedInside(Tied):
