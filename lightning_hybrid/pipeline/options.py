@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
-from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.pipeline.cuts import balanced_cuts
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_precision, refuse_excluded
@@ -117,7 +117,7 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
     refuse_excluded(found, error=misconfiguration)
 
 
-def refuse_several_nodes(replicas: ReplicaSets) -> None:
+def refuse_several_nodes(replicas: Topology) -> None:
     """Check that the ranks which share a stage's layers are on one node.
 
     Raises:

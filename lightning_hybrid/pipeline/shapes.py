@@ -31,11 +31,9 @@ class Boundary:
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
         """Make such a tensor."""
-        if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=requires_grad
-        )
+        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        made = made if self.stride is None else made.as_strided(self.shape, self.stride)
+        return made.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
         """Whether the elements of a tensor of this shape lie in memory as agreed on."""

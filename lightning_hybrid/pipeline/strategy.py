@@ -145,7 +145,7 @@ class HybridPipeline(DataRanksMixin):
                 metric.process_group = self._groups.data
         if is_fit:
             if self._extensions is not None:
-                refuse_several_nodes(self.replicas)
+                refuse_several_nodes(self._extensions.fit.topology)
                 self._extensions.begin(self._comm, self.model)
             clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
             stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
