@@ -33,10 +33,13 @@ class BlockProfile:
     most_bytes: float = math.inf
 
     @classmethod
-    def measured(cls, blocks: Sequence[nn.Module], example: Tensor, *, num_runs: int = 5) -> BlockProfile:
+    def measured(
+        cls, blocks: Sequence[nn.Module], example: Tensor | tuple[Tensor, ...], *, num_runs: int = 5
+    ) -> BlockProfile:
         """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
         seconds, kept = list[float](), list[float]()
         for index, block in enumerate(map(copy.deepcopy, blocks)):
+            values = example if isinstance(example, tuple) else (example,)
             times_s, saved = [], dict[int, int]()
 
             def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
@@ -45,17 +48,21 @@ class BlockProfile:
 
             for _ in range(num_runs):
                 saved.clear()
-                given = example.detach().requires_grad_(index > 0).clone()  # a block may change it in place
-                begin_s = _clock_s(given)
+                # A block may change what it is given in place.
+                given = [
+                    each.detach().requires_grad_(index > 0 and each.is_floating_point()).clone() for each in values
+                ]
+                begin_s = _clock_s(given[0])
                 with saved_tensors_hooks(note, lambda tensor: tensor):
-                    output = block(given)
-                if output.requires_grad:
-                    output.backward(torch.ones_like(output))
-                times_s.append(_clock_s(given) - begin_s)
+                    example = block(*given)
+                outputs = [
+                    each for each in (example if isinstance(example, tuple) else (example,)) if each.requires_grad
+                ]
+                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+                times_s.append(_clock_s(given[0]) - begin_s)
             own = {each.untyped_storage().data_ptr() for each in block.parameters()}
             seconds.append(min(times_s))
             kept.append(sum(saved[address] for address in saved.keys() - own))
-            example = output
         return cls(seconds=seconds, activation_bytes=kept)
 
 

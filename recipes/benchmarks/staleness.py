@@ -190,13 +190,13 @@ class _Text:
         for epoch in range(20):
             for some in torch.randperm(400, generator=generator).split(20):
                 text, targets = self._sets["train"].batch(some.numpy(), seed, epoch)
-                yield lambda text=text, targets=targets: cross_entropy(self._network(text), targets)  # type: ignore[misc]
+                yield lambda text=text, targets=targets: cross_entropy(self._network(text), targets.flatten())  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, split: str) -> tuple[float, float]:
         some = self._sets[split]
         text, targets = some.batch(torch.arange(min(len(some), 500)).numpy(), VALIDATION_SEED, 0)
-        logits = self._network(text)
+        logits, targets = self._network(text), targets.flatten()
         return cross_entropy(logits, targets).item(), (logits.argmax(1) == targets).float().mean().item()
 
 

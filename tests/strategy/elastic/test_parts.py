@@ -157,25 +157,26 @@ def logged_by(
     """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-    from lightning_hybrid.strategy.elastic.step_logs import StepLogs, collected, summed_metrics, take
+    from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
-    def started() -> tuple[Logging, _ResultCollection]:
+    def started() -> tuple[Logging, _ResultCollection, EpochLogs]:
         module, results = Logging(), _ResultCollection(training=True)
+        module._trainer = SimpleNamespace(_results=results, current_epoch=0)  # type: ignore[assignment]
 
         def log(name: str, value: float, **options: Any) -> None:
             options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
             results.log("training_step", name, torch.tensor(float(value)), **options)
 
         object.__setattr__(module, "log", log)
-        return module, results
+        return module, results, EpochLogs(module, is_first=True)
 
-    (module, results), sent = started(), {"values": {}}
+    module, results, epoch = started()
     for step in range(steps):
         if step == joins_after:
-            sent = collected(results, summed_metrics(module))
-            module, results = started()
-            take(sent, results, summed_metrics(module))
-        logs = StepLogs(results, summed_metrics(module), sent["values"])
+            found = epoch.collected()
+            module, results, epoch = started()
+            epoch.take(found)
+        logs = epoch.step()
         for _ in range(attempts):
             logs.restore()
             for value in shards:
