@@ -244,7 +244,7 @@ def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -
     for kind in {getattr(device, "type", type(device).__name__) for device in devices or ()} - {"cpu", "cuda"}:
         raise misconfiguration(
             f"`accelerator` (=one of {kind!r} devices) must be cpu or cuda with strategy={name!r}: gradients are "
-            "summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or take strategy='auto' for one device."
+            "summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or strategy='auto' for one device."
         )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     if start_method == "popen" and is_interactive:  # as Lightning, whose error would name a variant of DDP

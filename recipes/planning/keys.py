@@ -23,7 +23,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "update_s": NotNegative,
     "itemsize": Count,
     "precision": Literal["16-true", "bf16-true", "32-true"],
-    "optimizer": Literal["sgd", "lars", "adamw", "lamb"],
+    "optimizer": Literal["sgd", "lars", "adamw", "lamb"] | None,
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,

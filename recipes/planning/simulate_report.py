@@ -68,7 +68,8 @@ class SimulationReport:
         ranks = cfg.scaling_ranks
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
-        outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
+        outcome = scenario.run()
+        memory = MemoryReport.of(scenario, cfg, step_s=outcome.step_s)
         search = None if scenario.is_local else search  # it is of sums over all ranks
         candidates = [] if search is None else search.run(scenario)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
