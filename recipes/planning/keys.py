@@ -24,6 +24,7 @@ SIMULATE_KEYS: dict[str, Any] = {
     "itemsize": Count,
     "precision": Literal["16-true", "bf16-true", "32-true"],
     "optimizer": Literal["sgd", "lars", "adamw", "lamb"] | None,
+    "track_memory": bool,
     "plan": CommPlan,
     "algorithm": str | None,
     "cuts": list[int] | None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hydra.utils import instantiate
@@ -11,9 +11,16 @@ from omegaconf import DictConfig
 from torch import nn
 
 from recipes.cli.markdown import markdown_table
-from recipes.planning.activations import has_checkpointing, step_bytes, with_checkpointing
+from recipes.planning.activations import has_checkpointing, step_bytes, tracked_bytes, with_checkpointing
 from recipes.planning.blocks import Block, blocks_of
-from recipes.planning.estimates.memory import HALF_PRECISIONS, USABLE_SHARE, MemoryChoices, MemoryNeed, StateBytes
+from recipes.planning.estimates.memory import (
+    HALF_PRECISIONS,
+    USABLE_SHARE,
+    MemoryChoices,
+    MemoryNeed,
+    StateBytes,
+    largest_batches,
+)
 from recipes.planning.layers import WithoutValues
 from recipes.planning.parallelism import PipelineChoice
 from recipes.planning.scenario import Scenario
@@ -28,9 +35,10 @@ class MemoryReport:
     Args:
         asked: What was asked for.
         alone: What else may be set, one at a time, in the order in which to try it; of devices that have no room.
-        fitting: Combinations that fit: the fewest settings first, then the least time.
+        fitting: Combinations that fit, in the largest batch: the fewest settings first, then the least time.
         memory_bytes: Of a device; None: unknown.
         step_s: Of a step as asked for.
+        tracked: Bytes of activations by torch's tracker, by `kind` and `batch_size` of a need.
     """
 
     state: StateBytes
@@ -40,6 +48,7 @@ class MemoryReport:
     fitting: tuple[MemoryNeed, ...]
     memory_bytes: float | None
     step_s: float
+    tracked: Mapping[tuple[tuple[str, bool], int], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig, *, step_s: float) -> MemoryReport:
@@ -90,7 +99,11 @@ class MemoryReport:
             found = {(each, again): measured(one, each) for each in states for again, one in networks.items()}
             choices = replace(choices, activations=found)
             alone = choices.alone(memory_bytes)
-            fitting = [need for need in choices.needs() if need.fits(memory_bytes)]
+            fitting = [one for one in largest_batches(choices.needs(), memory_bytes) if one.fits(memory_bytes)]
+        tracked = dict.fromkeys((need.kind, need.batch_size) for need in (asked, *alone, *fitting) if cfg.track_memory)
+        for (precision, again), size in tracked:
+            network = with_checkpointing(model, is_on=True) if again else model
+            tracked[(precision, again), size] = tracked_bytes(network, shape, batch_size=size, precision=precision)
         return cls(
             state=states[cfg.precision],
             blocks=tuple(blocks),
@@ -99,6 +112,7 @@ class MemoryReport:
             fitting=tuple(fitting),
             memory_bytes=memory_bytes,
             step_s=step_s,
+            tracked=tracked,
         )
 
     @property
@@ -168,9 +182,11 @@ class MemoryReport:
         lists = [need for need in self.fitting if need != self.asked and need not in self.alone]
         for need in (self.asked, *self.alone, *lists):
             fits = "" if self.memory_bytes is None else "yes" if need.fits(self.memory_bytes) else "no"
-            sizes = (need.state_bytes, need.activation_bytes, need.total_bytes)
+            sizes = [need.state_bytes, need.activation_bytes, need.total_bytes]
+            sizes += [need.state_bytes + self.tracked[need.kind, need.batch_size]] if self.tracked else []
             rows.append([" ".join(need.settings) or "as asked for", *map(_gb, sizes), fits, self._time(need)])
-        return markdown_table(["memory of a rank", "state GB", "activations GB", "GB", "fits", "costs"], rows)
+        header = ["memory of a rank", "state GB", "activations GB", "GB", *(["tracked GB"] if self.tracked else [])]
+        return markdown_table([*header, "fits", "costs"], rows)
 
     def numbers(self) -> dict[str, Any]:
         """Return what is written to simulate.json."""

@@ -114,6 +114,7 @@ class MemoryNeed:
         state_bytes: Weights, masters, gradients, optimizer state, engine.
         activation_bytes: The most that a step needs on top: kept for backward, and in work.
         batch_size: Images that a rank takes at a time.
+        kind: Precision, and whether activations are re-materialised.
         extra_s: What a step of the whole batch takes more.
     """
 
@@ -121,6 +122,7 @@ class MemoryNeed:
     state_bytes: float
     activation_bytes: float
     batch_size: int = 1
+    kind: tuple[str, bool] = ("16-true", False)
     extra_s: float = 0.0
 
     @property
@@ -190,6 +192,7 @@ class MemoryChoices:
             state_bytes=bytes_each * total,
             activation_bytes=whole - slope * (self.batch_size - batch_size),
             batch_size=batch_size,
+            kind=(precision, again),
             extra_s=again * self.forward_s + {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}[sharing],
         )
 
@@ -207,15 +210,21 @@ class MemoryChoices:
     def alone(self, memory_bytes: float) -> list[MemoryNeed]:
         """Return what a rank needs with one setting each: in the order of their time by the bytes that they save.
 
-        Of those that take no time the one that saves most comes first. Of sizes of batches it is the largest that fits,
-        else one image.
+        Of those that take no time the one that saves most comes first.
         """
         asked, *others = [need for need in self.needs() if len(need.settings) < 2]
-        kinds: dict[str, list[MemoryNeed]] = {}
-        for need in others:
-            kinds.setdefault(need.settings[0].partition("=")[0], []).append(need)
-        found = [next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()]
-        saved = {need: asked.total_bytes - need.total_bytes for need in found}
-        return sorted(
-            (need for need in found if saved[need] > 0), key=lambda need: (need.extra_s / saved[need], -saved[need])
-        )
+        found = [need for need in largest_batches(others, memory_bytes) if need.total_bytes < asked.total_bytes]
+
+        def price(need: MemoryNeed) -> tuple[float, float]:
+            saved = asked.total_bytes - need.total_bytes
+            return need.extra_s / saved, -saved
+
+        return sorted(found, key=price)
+
+
+def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
+    """Leave of needs whose settings differ in a number alone the first that fits, else the last."""
+    kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
+    for need in needs:
+        kinds.setdefault(tuple(each.rstrip("0123456789") for each in need.settings), []).append(need)
+    return [next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()]
