@@ -190,15 +190,15 @@ class MemoryReport:
 
     def numbers(self) -> dict[str, Any]:
         """Return what is written to simulate.json."""
+        lists = {"asked": (self.asked,), "alone": self.alone, "fitting": self.fitting}
         return {
             "memory_bytes": self.memory_bytes,
             "largest_batch_size_per_rank": self.largest_batch,
-            **{
-                name: [asdict(one) for one in needs]
-                for name, needs in (("alone", self.alone), ("fitting", self.fitting))
-            },
-            "asked": asdict(self.asked),
+            **{name: [self._numbers(one) for one in needs] for name, needs in lists.items()},
         }
+
+    def _numbers(self, need: MemoryNeed) -> dict[str, Any]:
+        return asdict(need) | {"tracked_activation_bytes": self.tracked.get((need.kind, need.batch_size))}
 
 
 def _gb(num_bytes: float) -> str:
