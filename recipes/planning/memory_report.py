@@ -100,10 +100,14 @@ class MemoryReport:
             choices = replace(choices, activations=found)
             alone = choices.alone(memory_bytes)
             fitting = [one for one in largest_batches(choices.needs(), memory_bytes) if one.fits(memory_bytes)]
-        tracked = dict.fromkeys((need.kind, need.batch_size) for need in (asked, *alone, *fitting) if cfg.track_memory)
-        for (precision, again), size in tracked:
-            network = with_checkpointing(model, is_on=True) if again else model
-            tracked[(precision, again), size] = tracked_bytes(network, shape, batch_size=size, precision=precision)
+        tracked = dict[tuple[tuple[str, bool], int], int]()
+        for need in (asked, *alone, *fitting):
+            if cfg.track_memory and (need.kind, need.batch_size) not in tracked:
+                precision, again = need.kind
+                network = with_checkpointing(model, is_on=True) if again else model
+                tracked[need.kind, need.batch_size] = tracked_bytes(
+                    network, shape, batch_size=need.batch_size, precision=precision
+                )
         return cls(
             state=states[cfg.precision],
             blocks=tuple(blocks),

@@ -49,7 +49,7 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     assert "bf16-true" in large.remedy
     assert found["weight", "large.bias"].above == 1
     assert ("weight", "norm.weight") not in found  # it stays fp32
-    assert "| weight small.weight | 100.0% | 100.0% | 0.0% | fp32 masters hold" in str(report)
+    assert "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504: fp32 masters" in str(report)
 
 
 def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():
