@@ -33,8 +33,8 @@ ABOVE = {
     "gradient": "precision='bf16-true', as no loss scale is below 1; or a mean in the loss, no sum",
 }
 BELOW = {
-    "weight": "fp32 masters hold them, forward sees 0: draw them wider, or precision='bf16-true'; LAMB moves so small a "
-    "layer with weight_norm_bounds=(low, high)",
+    "weight": "fp32 masters hold them, forward sees 0: draw them wider, or precision='bf16-true'; LAMB moves so small "
+    "a layer with weight_norm_bounds=(low, high)",
     "activation": NORMALISE,
     "gradient": "precision='bf16-true', as no loss scale holds the largest and the smallest",
 }
@@ -60,8 +60,8 @@ class RangeReport(NamedTuple):
     def __str__(self) -> str:
         found = [one for one in self.tensors if one.remedy]
         text = (
-            f"half precision: of {len(self.tensors)} tensors {len(found)} have values that fp16 does not hold; there is "
-            f"room for a loss scale up to {self.loss_scale:g}"
+            f"half precision: of {len(self.tensors)} tensors {len(found)} have values that fp16 does not hold; "
+            f"there is room for a loss scale up to {self.loss_scale:g}"
         )
         for kind, name, *shares, remedy in found:
             lost, few_bits, above = (f"{share:.1%}" for share in shares)
