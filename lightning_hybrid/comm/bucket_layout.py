@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 # Names of what the ranks of a node exchange among themselves in the update, in engine/node_exchange.py.
 NodeExchange = Literal["node_sum", "node_gather", "node_collect"]
+_NODE_EXCHANGES = get_args(NodeExchange)  # once: it is asked for each bucket
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -100,7 +101,7 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 def is_node_exchange(name: str) -> bool:
     """Return whether it names what a node exchanges in the update, which waits for it, and no all-reduce."""
-    return name in get_args(NodeExchange)
+    return name in _NODE_EXCHANGES
 
 
 def words_of(name: str) -> str:
