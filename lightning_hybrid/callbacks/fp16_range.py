@@ -22,7 +22,7 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.precision.master_weights import NORMALISATION_TYPES, is_reparametrised
 
 SUBNORMAL, NORMAL, END = -24, -14, 16  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
-LEAST, MOST, LARGEST_SCALE = -50, 40, 24  # exponents that are told apart, and that of the largest loss scale
+LEAST, MOST, LARGEST_SCALE = -50, 40, 24  # exponents of the counts, and that of the largest loss scale
 # Shares that need no remedy; our choice: of normally distributed weights of 0.02 they are 2e-6 and 0.002.
 MOST_LOST, MOST_SUBNORMAL = 0.01, 0.1
 
