@@ -232,7 +232,7 @@ class Views:
                 connector.restore_callbacks()
                 connector.restore_training_state()
                 return
-            # Lightning's `WeightAveraging` puts the average in their place; this rank's is its own.
+            # Lightning's `WeightAveraging` puts the average in their place; its own is at the step before.
             checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
             connector.restore_model()
             skipped = [int(state.num_skipped) for state in steps]
@@ -250,7 +250,7 @@ class Views:
 
     def _compare_replicas(self, view: View) -> None:
         assert self.groups is not None
-        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(torch.device("cpu"))
+        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(self._engine.device)
         values: list[dict[str, int]] = [{} for _ in view.members]
         own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
         if self.groups.world is not None:
