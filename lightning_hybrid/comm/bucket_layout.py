@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-# Names of what the ranks of a node exchange among themselves in the update, in engine/node_exchange.py.
-NodeExchange = Literal["node_sum", "node_gather", "node_collect"]
+# Names of what ranks that share the update exchange in it, those of a node or all, in engine/node_exchange.py.
+Exchange = Literal["node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -98,9 +98,9 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
     return [*caps, open_bytes] if open_bytes else caps
 
 
-def is_node_exchange(name: str) -> bool:
-    """Return whether it names what a node exchanges in the update, which waits for it, and no all-reduce."""
-    return name in get_args(NodeExchange)
+def is_exchange(name: str) -> bool:
+    """Return whether it names what ranks exchange in the update, and no all-reduce."""
+    return name in get_args(Exchange)
 
 
 def words_of(name: str) -> str:
@@ -109,4 +109,4 @@ def words_of(name: str) -> str:
     >>> words_of("two_level"), words_of("node_gather")
     ('two_level all-reduce', 'node_gather exchange')
     """
-    return f"{name} exchange" if is_node_exchange(name) else f"{name} all-reduce"
+    return f"{name} exchange" if is_exchange(name) else f"{name} all-reduce"

@@ -290,7 +290,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
         if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
             return None
-        if not self._is_automatic or self._agree_on_overflow is not None:
+        # Of parts a rank has the gradients of its own alone.
+        if not self._is_automatic or self._agree_on_overflow is not None or getattr(optimizer, "parts", None):
             return None
         if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
             return None

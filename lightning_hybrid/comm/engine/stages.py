@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.adasum.combine import adasum_
-from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
+from lightning_hybrid.comm.bucket_layout import Exchange, between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_
 from lightning_hybrid.comm.engine.job import Job
@@ -55,14 +55,16 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
     # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
-    _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
+    # The choice by bytes is between messages of Gloo; NCCL has its own.
+    is_by_bytes = job.topology.ranks_per_node == 1 and not job.by_backend
+    _sum_across_(job.flat, job, group, _all_reduce_by_bytes if is_by_bytes else _ring)
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
     if job.adasum_numels:
         adasum_(job.flat, job.adasum_numels, group, sum_=_ring if job.by_backend else _all_reduce_by_bytes)
         return
-    _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
+    _sum_across_(job.flat, job, group, _ring if job.by_backend else _all_reduce_by_bytes)
 
 
 def _sum_across_(
@@ -76,8 +78,6 @@ def _sum_across_(
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
     dtype = job.dtype_across
-    # The choice by bytes is between messages of Gloo; NCCL has its own.
-    all_reduce = _ring if job.by_backend else all_reduce
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
@@ -135,15 +135,19 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.flat if job.shard is None else job.shard
-    if shard.numel() > 0:  # small tensors may leave no part for this rank
-        _sum_across_(shard, job, group, _all_reduce_by_bytes)
+    if shard.numel() == 0:  # small tensors may leave no part for this rank
+        return
+    if job.num_owners > len(job.topology.node):
+        _sum_across_(shard, job, group, node_exchange.scatter_across_ if job.by_backend else gloo_p2p.scatter_reduce_)
+    else:
+        _sum_across_(shard, job, group, _ring if job.by_backend else _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
-    if job.keeps_shard:
+    if job.num_owners:
         if job.by_backend:
             job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
         return
@@ -174,17 +178,23 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
-# Not of all-reduces: what the ranks of a node send one another where they share the update.
-NODE_STAGES: dict[NodeExchange, tuple[Stage, ...]] = {
+# Not of all-reduces: what the ranks of a node, or all, send one another where they share the update.
+EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
     "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
     "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
     "node_collect": (Stage(name="collect_state", scope="node", run=node_exchange.collect_),),
+    "world_sum": (Stage(name="add_up_all", scope="world", run=node_exchange.add_up_),),
+    "world_gather": (
+        Stage(name="gather_weights_across", scope="across", run=node_exchange.gather_across_),
+        Stage(name="gather_weights_inside", scope="node", run=node_exchange.gather_),
+    ),
+    "world_collect": (Stage(name="collect_state_of_all", scope="world", run=node_exchange.collect_),),
 }
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Return the stages of an algorithm, or of an exchange in the node."""
-    return NODE_STAGES[name] if name in NODE_STAGES else STAGES[name]
+    """Return the stages of an algorithm, or of an exchange in the update."""
+    return EXCHANGES[name] if name in EXCHANGES else STAGES[name]
 
 
 def group_name(stage: Stage, column: int = 0) -> str:

@@ -82,11 +82,14 @@ def fit_in_chunks(numel, optimizer, precision, setting, scene):
         return fit(None, optimizer, precision, setting, **scene)
 
 
-def assert_same(ranks, optimizer, precision, *, num_skipped=0, chunk_numel=0, callbacks=(), **scene):
+def assert_same(
+    ranks, optimizer, precision, *, shard_update="node", num_skipped=0, chunk_numel=0, callbacks=(), **scene
+):
     """Assert that with the update shared all has the bits of a fit without; what was seen of the first."""
     scene["callbacks"] = [*callbacks, at(on_train_batch_end=weights_of)]
     whole, shared = (
-        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene) for setting in ("off", "node")
+        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene)
+        for setting in ("off", shard_update)
     )
     for rank, (one, other) in enumerate(zip(whole, shared, strict=True)):
         assert same(one.weights, other.weights)

@@ -21,7 +21,7 @@ def save_nowhere(trainer, *args):
 
 
 def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
-    (before,) = stages.NODE_STAGES[exchange]
+    (before,) = stages.EXCHANGES[exchange]
     calls = []
 
     def run(job, group):
@@ -32,7 +32,7 @@ def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
 
     with pytest.MonkeyPatch.context() as patch:
         stage = stages.Stage(name=before.name, scope=before.scope, run=run)
-        patch.setitem(stages.NODE_STAGES, exchange, (stage,))
+        patch.setitem(stages.EXCHANGES, exchange, (stage,))
         return fit(None, optimizer, precision, num=2, callbacks=callbacks, raises=True).error
 
 
