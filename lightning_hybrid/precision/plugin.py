@@ -290,13 +290,13 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
         if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
             return None
-        # Of parts a rank has the gradients of its own alone.
-        if not self._is_automatic or self._agree_on_overflow is not None or getattr(optimizer, "parts", None):
+        if not self._is_automatic or self._agree_on_overflow is not None:
             return None
-        if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
-            return None
-        norms = torch._foreach_norm(gradients, float("inf"))
-        return torch.stack([norm.float() for norm in norms]).amax() / state.grad_scale
+        assert self.masters is not None
+        norms = torch._foreach_norm(self.masters.gradients_of(optimizer), float("inf"))
+        # Those of ranks that share the update have other parts, and some of them none.
+        largest = torch.stack([torch.zeros((), device=self._device), *(norm.float() for norm in norms)]).amax()
+        return self.masters.largest(largest) / state.grad_scale
 
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (

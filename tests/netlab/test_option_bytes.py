@@ -35,9 +35,9 @@ def counted_again(step):
 # ---- the update shared within a node ---------------------------------------------------------------------------------
 
 
-def sent_for_updates():
+def sent_for_updates(scope):
     """What a host sends for gradients by `two_level`, and for gradients and weights where the update is shared."""
-    engine = engine_of(CommPlan(algorithm="two_level"), shares_update=True)
+    engine = engine_of(CommPlan(algorithm="two_level"), shares_update=scope)
     gradients, weights = (torch.ones(NUM_BYTES // 2, dtype=torch.float16) for _ in range(2))
 
     def whole():
@@ -45,7 +45,7 @@ def sent_for_updates():
 
     def shared():
         engine.submit(gradients, bucket_index=1, keeps_shard=True).wait()
-        engine.submit(weights, bucket_index=0, exchange="node_gather").wait()
+        engine.submit(weights, bucket_index=0, exchange=f"{scope}_gather").wait()
 
     whole(), shared()  # the first time ranks compare what they submit
     found = counted(whole), counted(shared)
@@ -53,9 +53,10 @@ def sent_for_updates():
     return found
 
 
-def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip):
+@pytest.mark.parametrize("scope", ["node", "world"])
+def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip, scope):
     with Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=2000) as cluster:
-        for whole, shared in cluster.call(sent_for_updates, timeout_s=180):
+        for whole, shared in cluster.call(sent_for_updates, scope, timeout_s=180):
             assert shared == pytest.approx(whole, rel=TOLERANCE)  # between nodes, and inside
 
 

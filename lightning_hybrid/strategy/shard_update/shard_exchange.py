@@ -80,6 +80,13 @@ class ShardExchange:
         """Add a tensor over the ranks, in place."""
         self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchanges[0]).wait()
 
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest `value` (0-dim) of the ranks."""
+        table = value.new_zeros(self._num_ranks)
+        table[self._rank] = value
+        self.add_up_(table)
+        return table.amax()
+
     @property
     def _exchanges(self) -> tuple[Exchange, Exchange, Exchange]:
         if self.is_in_node:

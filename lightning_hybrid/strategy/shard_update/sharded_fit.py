@@ -59,7 +59,7 @@ class ShardedFit:
         self.has_masters = masters is not None
         self._optimizers, self._device = list(optimizers), device
         self._cut_parameters()
-        self.weights.gather_ = self._gather_
+        self.weights.gather_, self.weights.largest = self._gather_, self.exchange.largest
         self.scatter: GradientScatter | None = None
         self._lent = ExitStack()
         for optimizer in self._optimizers:
