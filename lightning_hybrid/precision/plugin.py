@@ -293,7 +293,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if not self._is_automatic or self._agree_on_overflow is not None:
             return None
         assert self.masters is not None
-        norms = torch._foreach_norm(self.masters.gradients_of(optimizer), float("inf"))
+        gradients = self.masters.gradients_of(optimizer)
+        norms = torch._foreach_norm(gradients, float("inf")) if gradients else []
         # Those of ranks that share the update have other parts, and some of them none.
         largest = torch.stack([torch.zeros((), device=self._device), *(norm.float() for norm in norms)]).amax()
         return self.masters.largest(largest) / state.grad_scale

@@ -72,9 +72,10 @@ class ShardedHalfMixin(MasterWeightMixin):
         Raises:
             MisconfigurationException: another strategy, or a module that `shard_` was not given.
         """
-        strategy: Any = getattr(module, "trainer", None) and module.trainer.strategy
         from torch.distributed.fsdp import FSDPModule
 
+        trainer: Any = getattr(module, "trainer", None)
+        strategy = trainer and trainer.strategy
         if not isinstance(strategy, lightning_types("pytorch.strategies.ModelParallelStrategy")) or not any(
             isinstance(one, FSDPModule) for one in module.modules()
         ):

@@ -71,7 +71,7 @@ class CommEngine:
         trace: counts what is submitted; None makes one.
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
             codec through which they do; inside the node they keep their own. None: their own everywhere.
-        shares_update: the ranks whose exchanges in the update `submit` is to carry, too: `"node"`, `"world"`; None: none.
+        shares_update: the ranks whose exchanges in the update `submit` is to carry, too: `"node"`, `"world"`; or None.
         replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
@@ -254,7 +254,9 @@ class CommEngine:
             across = traffic.across / (2 if self.update_scope == "world" else 1)
             bucket.traffic = replace(traffic, across=across, inside=traffic.inside / 2)  # no gather
         if keeps_shard or is_exact:
-            new_job = partial(self._new_job, num_owners=bucket.num_owners, **({"dtype_across": None} if is_exact else {}))
+            new_job = partial(
+                self._new_job, num_owners=bucket.num_owners, **({"dtype_across": None} if is_exact else {})
+            )
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:

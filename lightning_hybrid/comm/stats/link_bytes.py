@@ -46,8 +46,8 @@ def traffic_of(
         node_gather,      inside = (k - 1) S                       each rank's 1 / k to the others, or
         node_collect      inside = (k - 1) / k S                   to the node's leader
         world_sum         as flat
-        world_gather,     across = (N - 1) / N S                   each rank's 1 / P to those of its local rank; inside as
-        world_collect                                              node_gather, or straight to rank zero
+        world_gather,     across = (N - 1) / N S                   each rank's 1 / P to those of its local rank, then as
+        world_collect                                              node_gather; or straight to rank zero
 
     A codec has no ring (`is_ring` False): each rank sends each other one its part, and then its sum of its own part.
     Nothing changes with one rank of each node in a group; `flat` and `parallel_flat` with several ranks on a node send

@@ -103,8 +103,8 @@ class CommTrace:
     ) -> float:
         """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now.
 
-        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for; None: nor does
-        the step wait, see `count_wait`.
+        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for; None: nor
+        does the step wait, see `count_wait`.
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s

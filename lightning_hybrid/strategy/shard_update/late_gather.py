@@ -1,7 +1,7 @@
 """Weights that are gathered while the next forward has begun: who reads one of them waits for it.
 
-    step      update of parts -> gather of all weights, asked for
-    forward   layer 1: waits for its weights | layer 2: for its own, most of which have come meanwhile | ...
+step      update of parts -> gather of all weights, asked for
+forward   layer 1: waits for its weights | layer 2: for its own, most of which have come meanwhile | ...
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightning_hybrid.precision.write_tracking import mark_clean
 class LateGather(TorchFunctionMode):
     """Waits for a weight that is on its way as soon as a function of torch is given it, whoever calls it.
 
-    Not hooks of modules: a weight may be read without its module, by a callback, another layer or an optimizer's groups.
-    It is on for a whole fit, in the thread that trains. On a GPU it makes the stream wait, and not the host.
+    Not hooks of modules: a weight may be read without its module, by a callback, another layer or by an optimizer's
+    groups. It is on for a whole fit, in the thread that trains. On a GPU it makes the stream wait, and not the host.
     """
 
     def __init__(self, trace: CommTrace) -> None:

@@ -67,7 +67,7 @@ def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[Slice]]:
 
 
 class ShardExchange:
-    """The exchanges of an engine among those that share the update. All are collective, and raise the engine's errors."""
+    """The exchanges of an engine among ranks that share the update. All are collective, and raise the engine's errors."""
 
     def __init__(self, engine: CommEngine) -> None:
         self._engine = engine
@@ -122,7 +122,9 @@ class ShardExchange:
             rows = None if wholes is None else [flattened(wholes[index], pairs[index].low) for index in some]
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
-            self._exchange(self._exchanges[2], [pairs[index] for index in some], [own[index] for index in some], into=rows)
+            self._exchange(
+                self._exchanges[2], [pairs[index] for index in some], [own[index] for index in some], into=rows
+            )
         return wholes
 
     def _exchange(

@@ -88,8 +88,7 @@ def assert_same(
     """Assert that with the update shared all has the bits of a fit without; what was seen of the first."""
     scene["callbacks"] = [*callbacks, at(on_train_batch_end=weights_of)]
     whole, shared = (
-        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene)
-        for setting in ("off", shard_update)
+        ranks.run(fit_in_chunks, chunk_numel, optimizer, precision, setting, scene) for setting in ("off", shard_update)
     )
     for rank, (one, other) in enumerate(zip(whole, shared, strict=True)):
         assert same(one.weights, other.weights)

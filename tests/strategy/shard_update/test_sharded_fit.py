@@ -172,7 +172,12 @@ def scattered_in_another_order(nodes, scope):
 
 @pytest.mark.parametrize(
     ("nodes", "scope"),
-    [(((0, 1),), "node"), (((0, 1), (2, 3)), "world"), (((0, 3), (1, 2)), "world"), (((0,), (1,), (2,), (3,)), "world")],
+    [
+        (((0, 1),), "node"),
+        (((0, 1), (2, 3)), "world"),
+        (((0, 3), (1, 2)), "world"),
+        (((0,), (1,), (2,), (3,)), "world"),
+    ],
 )
 def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(rank_pool, nodes, scope):
     num_ranks = sum(map(len, nodes))
@@ -200,7 +205,13 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     ("precision", "first", "then"),
     [
         ("16-true", "node", "world"),
-        *long(("16-true", "world", "node"), ("32-true", "world", "off"), ("16-true", "node", "off"), ("16-true", "off", "node"), ("32-true", "node", "off")),
+        *long(
+            ("16-true", "world", "node"),
+            ("32-true", "world", "off"),
+            ("16-true", "node", "off"),
+            ("16-true", "off", "node"),
+            ("32-true", "node", "off"),
+        ),
     ],
 )
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
