@@ -208,7 +208,7 @@ def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
 def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
     optimizer, precision, two_ranks, tmp_path
 ):
-    """An overflow on one rank makes all skip; else within one rounding of a weight, as sums are in another dtype."""
+    """An overflow on one rank makes all skip; else within two roundings of a weight, as sums are in another dtype."""
     overflows, dtype = ((1, 2), torch.float16) if precision == "16-true" else ((), torch.bfloat16)
     path, made = tmp_path / "midway.ckpt", {"overflows": overflows}
     whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
@@ -221,7 +221,7 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
         (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (other, resumed))
         assert kinds == {"DTensor"}
         expected = {name: one.weights[f"net.{name}"] for name in found}
-        assert distance(expected, found) <= torch.finfo(dtype).eps
+        assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
         assert same(found, after)
         assert steps[4:] == resumed.looks["on_train_batch_end"]
 

@@ -67,7 +67,7 @@ def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[Slice]]:
 
 
 class ShardExchange:
-    """The exchanges of an engine among ranks that share the update. All are collective, and raise the engine's errors."""
+    """The exchanges of one engine among ranks that share the update. All are collective, and raise its errors."""
 
     def __init__(self, engine: CommEngine) -> None:
         self._engine = engine
