@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.comm.health.replica_difference import PART
 from lightning_hybrid.comm.stats.trace import CommTrace
+from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.placement import Part
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -62,3 +65,30 @@ def run_status(trainer: pl.Trainer) -> RunStatus:
 def has_grad_scaler(plugin: Precision) -> bool:
     """Whether Lightning's plugin scales the loss by a `torch.amp.GradScaler`."""
     return getattr(plugin, "scaler", None) is not None
+
+
+def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that must be the same on all ranks, or on those that have the same `PART`, with its name."""
+    module = trainer.strategy.lightning_module
+    assert module is not None
+    status = run_status(trainer)
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
+    for name, parameter in module.named_parameters():
+        # DDP does not average these, shards of a DTensor differ, and others belong to another stage of a pipeline.
+        if name in ignored or is_dtensor(parameter) or parameter.is_meta:
+            continue
+        yield f"`{name}`", parameter
+        part = status.parts.get(id(parameter))
+        which = "" if part is None else f"{PART} {part.begin} to {part.end} of "
+        if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
+            yield f"{which}the fp32 master of `{name}`", pair.master
+        for optimizer in trainer.optimizers:
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    of_part = which if part is not None and value.numel() == part.end - part.begin else ""
+                    yield f"{of_part}`{kind}` of the optimizer for `{name}`", value
+    for index, one in enumerate(status.optimizer_steps):
+        if one.loss_scale is not None:
+            yield f"loss scale {index}", one.loss_scale.scale
+            yield f"number of skipped steps {index}", one.num_skipped

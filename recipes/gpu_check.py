@@ -26,7 +26,7 @@ from typing import Any, Literal
 import _path  # noqa: F401
 import torch
 
-from recipes.gpu import features, fits, machine, page, runner, speed, suite, waits, worlds
+from recipes.gpu import features, fits, hosts, machine, page, runner, speed, suite, waits, worlds
 from recipes.gpu.runner import Check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +56,7 @@ CHECKS = [
         for name, feature in features.FEATURES.items()
     ),
     *(_check(f"rank_{how}", 150, 50, LOST, features.lost_rank, how) for how in features.LOSSES),
+    _check("lost_host", 150, 60, "a run goes on without a lost host", hosts.lost_host),
     *(
         _check(f"{name}_other", 150, 0, BOTH, features.fits_as_on_cpu, name, is_other_class=True)
         for name in ("flat", "two_level", "hierarchical", "int8")
@@ -64,6 +65,7 @@ CHECKS = [
         _check(f"rank_{how}_other", 150, 0, BOTH, features.lost_rank, how, is_other_class=True)
         for how in features.LOSSES
     ),
+    _check("lost_host_other", 150, 0, BOTH, hosts.lost_host, is_other_class=True),
     _check("updates", 90, 20, "", speed.updates),
     _check("resnet50", 600, 270, "", speed.resnet50),
     _check("sums", 90, 0, "", speed.sums),

@@ -6,8 +6,6 @@
 Where git knows nothing of the folder, as in an unpacked source archive, they are what such an archive holds.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from fnmatch import fnmatchcase

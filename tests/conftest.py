@@ -11,7 +11,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -116,10 +116,16 @@ def nothing_is_left_in_the_environment() -> Iterator[None]:
             os.environ[name] = value
 
 
-def pytest_collection_finish() -> None:
-    """The collector need not look again at what imports have made: a third of a second each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """The collector need not look at what imports make: seconds in all, and then a third of a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -1,7 +1,5 @@
 """What a process holds of the system, for tests that open and close something many times."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -5,6 +5,7 @@ import gc
 
 import hypothesis  # noqa: F401  tests import it
 import pytest  # noqa: F401
+import sklearn.datasets  # noqa: F401  digits
 import torch.distributed.pipelining  # noqa: F401  a second in every rank that runs a pipeline
 
 import lightning_hybrid.callbacks  # noqa: F401

@@ -7,8 +7,6 @@ All else is as in a fresh process: its own session, arguments, environment, work
 torch and Lightning read when they are imported was read before.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

@@ -10,8 +10,6 @@
 * All crosses to the ranks by pickle: what is given stands at the top of a file.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is imported is declared: a package that only comes with another one can go with its next release."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

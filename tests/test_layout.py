@@ -1,7 +1,5 @@
 """The layout of the house: who imports whom, by folder; names with one meaning; nothing that only its tests use."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict
@@ -35,7 +33,7 @@ ARROWS = {
     "comm.health": OF_COMM,
     "comm.membership": set(),
     "comm.stats": OF_COMM,
-    "run_status": {"comm.stats", "precision"},
+    "run_status": {"comm.health", "comm.stats", "optim.dtensor", "precision"},
     "precision": set(),
     "checkpoint": set(),
     "optim": set(),

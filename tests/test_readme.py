@@ -3,12 +3,11 @@
 Addresses on the web are not opened. What the commands in them take: `tests/recipes/test_readme_commands.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import textwrap
 import warnings
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +31,7 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Return what GitHub makes of a page's headings: lower case, hyphens for spaces, `-1` at the second of a name."""
     names = []

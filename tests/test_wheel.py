@@ -3,8 +3,6 @@
 What it depends on comes from this environment, so that nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["trainer.max_steps=2", "trainer.enable_progress_bar=false", "callbacks=none", "trainer.limit_test_batches=1"]
-PROCESSES = ["world.devices=2", "world.accelerator=cpu"]
 
 
 @dataclass(frozen=True)
@@ -110,20 +107,6 @@ def test_simulate_and_pack(installed):
     wrong = installed.run("lightning-hybrid", "pack", "root=nowhere", "out=nothing", code=2)
     assert wrong.startswith("error: `root` (=nowhere) must be a folder")
     assert wrong.endswith("Set root=...\n")
-
-
-def test_bench_and_tune_on_two_ranks(installed):
-    small = ["steps=null", "allreduce.max_bytes=4096", "allreduce.num_rounds=1", "allreduce.min_sample_s=0.01"]
-    assert "2 ranks = 1 node x 2" in installed.run("lightning-hybrid", "bench", *PROCESSES, *small)
-    network = ["model=alexnet_bn", "image_shape=[1,16,16]", "measure.max_bytes=65536", "measure.num_rounds=3"]
-    said = installed.run("lightning-hybrid", "tune", *PROCESSES, *network, "measure.limit_s=30", "hydra.run.dir=tuned")
-    assert f"  lightning-hybrid train strategy.comm.plan={installed.folder}/tuned/plan.json" in said.splitlines()
-
-
-def test_search(installed):
-    trial = "trial=['trainer.max_epochs=1','trainer.limit_train_batches=2']"
-    few = ["axes.optim.lr.num=2", "backend.num_rounds=1", "hydra.run.dir=searched"]
-    assert "best: optim.lr=" in installed.run("lightning-hybrid", "search", trial, *few)
 
 
 def test_gpu_check_on_a_cpu(installed):

@@ -1,7 +1,5 @@
 """Small LightningModules and data for tests of strategy and precision. Every rank gets different data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """A machine without some packages: their import fails, in a program and in all programs that it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

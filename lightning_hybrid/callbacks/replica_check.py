@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,25 +11,23 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.comm.health.diagnosis import differing, name_ranks, places_of
+from lightning_hybrid.comm.health.diagnosis import differing, places_of
+from lightning_hybrid.comm.health.replica_difference import (
+    PART,
+    ReplicaDriftError,
+    first_difference,
+    names_that_differ,
+)
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.topology import host_identity
-from lightning_hybrid.optim.dtensor import is_dtensor
-from lightning_hybrid.run_status import run_status
+from lightning_hybrid.run_status import run_status, tensors_of_replica
 
 _ORDER_SETTINGS = (
     *("seed", "epoch", "shuffle", "drop_last", "num_replicas", "total_size"),  # torch's DistributedSampler
     *("world_size", "global_batch_size", "num_images", "accumulate_grad_batches"),  # our EpochOrder
     "batch_size",
 )
-
-PART = "elements"
-"""How names of tensors begin that some ranks alone have, where the ranks of a node share the update."""
-
-
-class ReplicaDriftError(RuntimeError):
-    """Different weights, masters or optimizer state on ranks of one model."""
 
 
 class DataOrderError(RuntimeError):
@@ -157,71 +154,6 @@ def _sorted_by_owner(trainer: pl.Trainer) -> tuple[list[tuple[str, Tensor]], lis
     # What all ranks have, and what those of one local rank have.
     found = list(tensors_of_replica(trainer))
     return [one for one in found if not one[0].startswith(PART)], [one for one in found if one[0].startswith(PART)]
-
-
-def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that must be the same on all ranks, or on those that have the same `PART`, with its name."""
-    module = trainer.strategy.lightning_module
-    assert module is not None
-    status = run_status(trainer)
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    # No buffers: the running statistics of BatchNorm are each rank's own until the next forward.
-    for name, parameter in module.named_parameters():
-        # DDP does not average these, shards of a DTensor differ, and others belong to another stage of a pipeline.
-        if name in ignored or is_dtensor(parameter) or parameter.is_meta:
-            continue
-        yield f"`{name}`", parameter
-        part = status.parts.get(id(parameter))
-        which = "" if part is None else f"{PART} {part.begin} to {part.end} of "
-        if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
-            yield f"{which}the fp32 master of `{name}`", pair.master
-        for optimizer in trainer.optimizers:
-            for kind, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    of_part = which if part is not None and value.numel() == part.end - part.begin else ""
-                    yield f"{of_part}`{kind}` of the optimizer for `{name}`", value
-    for index, one in enumerate(status.optimizer_steps):
-        if one.loss_scale is not None:
-            yield f"loss scale {index}", one.loss_scale.scale
-            yield f"number of skipped steps {index}", one.num_skipped
-
-
-def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first name whose values are not the same on all ranks, and who holds which.
-
-    >>> print(first_difference([{"`a`": 1, "`b`": 2}, {"`a`": 1, "`b`": 3}, {"`a`": 1, "`b`": 2}], ["x", "y", "x"]))
-    `b` on rank 1 (host y) is not that of ranks 0, 2 (host x); 1 of 2 tensors differ, the last is `b`
-    """
-    differing, names = names_that_differ(values_of), {name for values in values_of for name in values}
-    by_value: dict[int | None, list[int]] = {}
-    for rank, values in enumerate(values_of):
-        if differing[0] in values or not differing[0].startswith(PART):
-            by_value.setdefault(values.get(differing[0]), []).append(rank)
-    # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
-    (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]
-    absent = ", which some do not have," if None in by_value else ""
-    return (
-        f"{differing[0]}{absent} on {' and on '.join(few[:4])} is not that of {name_ranks(most)} "
-        f"({_hosts_of(most, hosts)}); {len(differing)} of {len(names)} tensors differ, the last is {differing[-1]}"
-    )
-
-
-def names_that_differ(values_of: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names whose values are not the same on all ranks, or on all that have the part.
-
-    >>> names_that_differ([{"`a`": 1, "elements 0 to 4 of `b`": 2}, {"`a`": 1, "elements 4 to 8 of `b`": 3}])
-    []
-    """
-    names = list(dict.fromkeys(name for values in values_of for name in values))
-    holders = {name: [values for values in values_of if name in values or not name.startswith(PART)] for name in names}
-    return [name for name in names if len({values.get(name) for values in holders[name]}) > 1]
-
-
-def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ("host " if len(names) == 1 else "hosts ") + ", ".join(names[:3]) + more
 
 
 def order_of(loaders: Any) -> dict[str, Any]:

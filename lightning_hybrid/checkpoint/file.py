@@ -20,7 +20,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import UnpicklingError  # noqa: TID251  what `torch.load` raises
 from typing import IO, Any, BinaryIO, cast
 
 import torch

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 # Names of what ranks that share the update exchange in it, those of a node or all, in engine/node_exchange.py.
 Exchange = Literal["node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"]
+_EXCHANGES = get_args(Exchange)  # once: it is asked for each bucket
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -100,7 +101,7 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 def is_exchange(name: str) -> bool:
     """Return whether it names what ranks exchange in the update, and no all-reduce."""
-    return name in get_args(Exchange)
+    return name in _EXCHANGES
 
 
 def words_of(name: str) -> str:

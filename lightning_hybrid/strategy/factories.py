@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, refuse_excluded
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
@@ -37,7 +41,7 @@ def made_for(strategy: Any) -> Extensions | None:
     if isinstance(between, Codec) and between.error_feedback:
         from lightning_hybrid.strategy.feedback_state import ErrorFeedbackExtension
 
-        made.append(ErrorFeedbackExtension(fit))
+        made.append(ErrorFeedbackExtension(fit, saves=comm.elastic is None))
     if local_steps is not None:
         from lightning_hybrid.strategy.local_steps.extension import local_steps_for
 
@@ -76,9 +80,11 @@ def elastic_for(strategy: Any) -> ElasticFit | None:
     if (batches := module.trainer.accumulate_grad_batches) > 1:
         found["accumulation"] = f"`accumulate_grad_batches` (={batches})"
     refuse_excluded(found)
-    if strategy.root_device.type != "cpu":
-        raise ValueError(
-            f"`elastic` (={comm.elastic!r}) is for CPUs, and this rank trains on {strategy.root_device}: how groups of "
-            "NCCL end and are made again has not been run. Leave `strategy.elastic` out."
-        )
+    if (device := strategy.root_device).type != "cpu":
+        if device.type != "cuda" or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
+            raise ValueError(
+                f"`elastic` (={comm.elastic!r}) is for CPUs, and from torch 2.15 on for GPUs of NVIDIA's: this rank "
+                f"trains on {device} with torch {torch.__version__}. Leave `strategy.elastic` out."
+            )
+        rank_zero_warn(f"`elastic` (={comm.elastic!r}) has not been run on a GPU yet.")
     return ElasticFit(comm.elastic, strategy, comm=comm, failures=strategy._failures, timeout=strategy._timeout)

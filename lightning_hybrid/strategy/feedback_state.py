@@ -63,9 +63,10 @@ def share_of_node(rows: Tensor, *, node: int, num_nodes: int, growth: float) -> 
 
 
 class ErrorFeedbackExtension(FitExtension):
-    """Tells residuals how each step ended, saves them and loads them."""
+    """Tells residuals how each step ended, loads them, and saves them unless an elastic run begins with zeros."""
 
-    def __init__(self, fit: FitContext) -> None:
+    def __init__(self, fit: FitContext, *, saves: bool = True) -> None:
+        self._saves = saves
         refuse_unknown_outcomes(fit.precision, fit.module, may_skip=_step_state(fit) is not None)
         self._feedback: ErrorFeedback | None = None  # kept after a fit: its checkpoint may be saved later
         self._blocks: BlockNumbers  # outlives the hook's state, as the residuals do
@@ -103,7 +104,7 @@ class ErrorFeedbackExtension(FitExtension):
 
     def save(self, fit: FitContext, checkpoint: dict[str, Any]) -> None:
         """Add the residuals of all nodes. Collective, unless this rank is failing."""
-        if self._feedback is None or not dist.is_initialized():
+        if self._feedback is None or not self._saves or not dist.is_initialized():
             return
         if (error := fit.failures.ending_error) is not None:
             rank_zero_warn(

@@ -6,8 +6,6 @@ left. A behaviour of `as_ddp` is a function of a `Run` that returns what it has 
 `judge.plain` has made it comparable.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """How what ran under `hybrid_allreduce` is judged by what ran under `ddp`."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -1,7 +1,5 @@
 """A short fit on a clock of its own, a logger that saves what it is given, a strategy with given counters."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
-from lightning_hybrid.callbacks.replica_check import first_difference
+from lightning_hybrid.comm.health.replica_difference import first_difference
 from lightning_hybrid.run_status import run_status
 from tests import toy
 from tests.scenes import fit, same

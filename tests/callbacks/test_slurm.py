@@ -1,7 +1,5 @@
 """A SLURM job that nears its time limit is saved between two steps and queued again, once, after the disk has it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

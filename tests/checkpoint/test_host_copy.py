@@ -1,7 +1,5 @@
 """Copies of checkpoints: equal, untouched by later steps, and in memory that is taken once."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

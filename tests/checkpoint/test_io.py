@@ -1,7 +1,5 @@
 """Lightning's seam to checkpoint files: at once or during training, errors, and what its callback expects."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A user's own `DataLoader` resumes with the images that were left and the random numbers of their transforms."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from itertools import chain
@@ -41,7 +39,7 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in bad if not reason or reason not in one["said"]]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
 def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""

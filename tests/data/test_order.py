@@ -1,7 +1,5 @@
 """Order: every image once, in the same steps for any number of ranks, and from any step on under any other number."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

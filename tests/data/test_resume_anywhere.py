@@ -1,7 +1,5 @@
 """A fit that ends anywhere, in any way, and is resumed trains on the images that were left, in order, to the bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ One undisturbed fit of a kind writes checkpoints; a case is a fit that goes on f
 batch by batch, and the random numbers of their transforms.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator

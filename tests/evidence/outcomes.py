@@ -1,7 +1,5 @@
 """A program of this folder as a test starts it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

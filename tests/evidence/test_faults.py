@@ -1,17 +1,12 @@
 """Injected faults are judged by what ranks wrote: a broken promise is seen, one that holds is not doubted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
 import pytest
 
-from tests.evidence.faults import mode_cases, numerics_cases, replica_cases
 from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome
-from tests.evidence.faults.comm_cases import cases, cases_of_links
-from tests.evidence.faults.inject import AT_CONSTRUCTION, PHASES, Inject
-from tests.evidence.faults.modes import MODES
+from tests.evidence.faults.comm_cases import cases
 from tests.evidence.faults.table import chosen_of
 from tests.evidence.faults.world import RunOutcome
 from tests.evidence.outcomes import outcomes_of
@@ -64,20 +59,6 @@ def test_a_promise_is_judged_by_what_the_ranks_wrote(case, ranks, seen, problem)
     assert problem is None or problem in outcome.detected_by
     errors = [one["time_s"] for one in ranks if one and one["error"]]
     assert outcome.seconds == (max(errors) - 100.0 if errors and "injected_s" not in seen else None)
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(2, 2), (4, 2), (16, 8)])
-def test_every_case_has_its_fault_and_an_error_or_survival_to_judge(num_ranks, ranks_per_host):
-    found = [*cases(num_ranks, ranks_per_host), *cases_of_links(num_ranks)]
-    found += [*numerics_cases.cases(num_ranks), *replica_cases.cases(num_ranks)]
-    found += mode_cases.cases(num_ranks, list(MODES)) if num_ranks == 4 else []
-    assert found[0].kind == "nothing"
-    for case in found:
-        assert hasattr(Inject, case.kind) != (case.kind in AT_CONSTRUCTION)
-        assert case.is_survived != bool(case.names)
-        assert not case.warns or case.is_survived
-        assert 0 <= case.rank < num_ranks
-        assert case.phase in PHASES
 
 
 def test_a_night_runs_a_part_and_all_nights_run_all():

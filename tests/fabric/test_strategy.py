@@ -1,7 +1,5 @@
 """`Fabric(strategy="hybrid_allreduce")`: a loop of the user's own, held against the Trainer's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

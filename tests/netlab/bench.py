@@ -7,8 +7,6 @@ What follows the options goes to the recipe, as on a real cluster; so does, for 
 rate. ``tune`` is not told it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

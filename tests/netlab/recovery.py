@@ -24,7 +24,7 @@ import socket
 import statistics
 import time
 from functools import partial, partialmethod
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,18 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     class Note(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            if "measured" in part:
-                if trainer.global_step in part["measured"]:
+            if "window" in part:
+                if trainer.global_step % part["window"] == 0:
                     note(event="time", step=trainer.global_step, processor_s=time.process_time())
+                    while not (folder / f"go_{trainer.global_step}").exists():
+                        time.sleep(0.01)
+                    note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
             values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
-            hosts = strategy._comm.elastic_fit.num_hosts
-            note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts)
+            views = strategy._comm.elastic_fit._views
+            hosts, view = views.topology.num_nodes, views.groups._number
+            note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
             time.sleep(PAUSE_S)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -132,10 +136,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)
         del ways["ranks_per_node"]
     strategy = HybridAllReduceStrategy(
-        between_nodes=Mean(dtype="int8" if "int8" in options["with"] else None),
+        between_nodes=Mean(
+            dtype="int8" if "int8" in options["with"] else None, error_feedback="feedback" in options["with"]
+        ),
         shard_update="node" if "shard_update" in options["with"] else "off",
         **ways,
     )
+    if host == part.get("spoilt"):
+        views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
@@ -171,6 +179,11 @@ def _late(fit: Any, is_whole: Any, folder: Path, views: Any) -> bool:
         while not views.ended and time.monotonic() < ends_s:
             time.sleep(0.002)
     return bool(is_whole(fit, views))
+
+
+def _spoil(seen: Any, load: Any, *args: Any, **kwargs: Any) -> None:
+    load(seen, *args, **kwargs)
+    seen._strategy.lightning_module.head.bias.data[3] += 1
 
 
 class Hosts:
@@ -312,17 +325,15 @@ def _lose_a_joiner(run: Hosts, lost: list[str], left: list[str]) -> None:
 
 
 def parts_of(rows: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return (first step, end, hosts) of each part of a run."""
-    hosts: dict[int, int] = {}
-    for row in rows:
-        if row["event"] == "step":
-            hosts[row["step"]] = row["hosts"]
-    parts: list[tuple[int, int, int]] = []
-    for step in sorted(hosts):
-        if parts and parts[-1][2] == hosts[step] and parts[-1][1] == step:
-            parts[-1] = (parts[-1][0], step + 1, hosts[step])
-        else:
-            parts.append((step, step + 1, hosts[step]))
+    """Return (first step, end, hosts) of each view of a run."""
+    made: dict[int, tuple[int, int]] = {}  # view and hosts by step
+    for row in sorted(rows, key=lambda row: row["t"]):
+        if row["event"] == "step":  # who has it first has made it, and who takes it from that one is in another view
+            made.setdefault(row["step"], (row["view"], row["hosts"]))
+    parts = []
+    for (_, hosts), steps in groupby(sorted(made), key=made.__getitem__):
+        first, *others = steps
+        parts.append((first, (others or [first])[-1] + 1, hosts))
     return parts
 
 
@@ -387,31 +398,40 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     return found
 
 
-def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int) -> dict[str, Any]:
-    """Compare processor time of steps with `elastic` and without, in pairs."""
-    first, last = 30, 230
-    ratios: list[float] = []
+def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 20) -> dict[str, Any]:
+    """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
+    num, names = options["hosts"] * options["ranks"], [chr(ord("a") + place) for place in range(options["hosts"])]
+    runs: dict[bool, Hosts] = {}
+    for is_plain in (False, True):
+        part = {"end": window * (num_pairs + 3), "window": window, "is_plain": is_plain, "port": _free_port()}
+        runs[is_plain] = Hosts(options, folder / f"pair_{is_plain}", part)
+        for name in names:
+            runs[is_plain].start(name)
+
+    def at(run: Hosts, event: str, step: int) -> list[float]:
+        return [row["processor_s"] for row in run.rows if (row["event"], row.get("step")) == (event, step)]
+
+    def go(run: Hosts, step: int) -> float:
+        (run.folder / f"go_{step}").touch()
+        run.wait("a window", lambda: len(at(run, "time", step + window)) == num)
+        return (sum(at(run, "time", step + window)) - sum(at(run, "go", step))) / num / window
+
+    for run in runs.values():
+        run.wait("the first window", lambda run=run: len(at(run, "time", window)) == num)
+        go(run, window)
+    pairs = []
     for pair in range(num_pairs):
-        seconds: dict[bool, float] = {}
-        for is_plain in (False, True) if pair % 2 else (True, False):
-            part = {"end": last + 1, "measured": [first, last], "is_plain": is_plain, "port": _free_port()}
-            run = Hosts(options, folder / "pair", part)
-            names = [chr(ord("a") + place) for place in range(options["hosts"])]
-            for name in names:
-                run.start(name)
-            num = options["hosts"] * options["ranks"]
-            run.wait("a healthy run", lambda: sum(row["event"] == "end" for row in run.rows) == num)
-            times = [
-                row["processor_s"] * (1 if row["step"] == last else -1) for row in run.rows if row["event"] == "time"
-            ]
-            seconds[is_plain] = sum(times) / num / (last - first)
-            for name in names:
-                run.end(name)
-        ratios.append(seconds[False] / seconds[True])
+        step = (pair + 2) * window
+        seconds = {is_plain: go(runs[is_plain], step) for is_plain in ((False, True) if pair % 2 else (True, False))}
+        pairs.append(seconds[False] / seconds[True])
         print(
-            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {ratios[-1]:.3f}", flush=True
+            f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}", flush=True
         )
-    return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "pairs": num_pairs}
+    for run in runs.values():
+        for name in names:
+            run.end(name)
+    low, middle, high = statistics.quantiles(pairs, n=4)
+    return {"ratio": middle, "quartiles": [low, high], "least": min(pairs), "most": max(pairs), "pairs": num_pairs}
 
 
 def _free_port() -> int:

@@ -1,7 +1,5 @@
 """The recipe runs on the emulated cluster as it does on a real one, and knows its links."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

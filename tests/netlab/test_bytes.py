@@ -5,8 +5,6 @@ barriers: about 1.5 % of these buffers, hence a tolerance of 2 %. The mildest mi
 hierarchical sum, is 17 % more (1.75 against 1.5 at 4 x 2).
 """
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from typing import get_args

@@ -1,7 +1,5 @@
 """Bytes that options send, counted by the kernel: shared updates, cut layers, pipelines, steps between averages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -4,8 +4,6 @@ A maker says by which path a step goes (loop, lists, fused passes of C++), and w
 ranks share, or in shards of DTensors. `tests/optim/test_contract.py` holds all of them to one contract.
 """
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

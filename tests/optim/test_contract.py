@@ -57,6 +57,7 @@ def assert_same_end(one, other, num_steps=2, first=3):
     assert_same_bits(one[1], other[1])
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_it_moves_what_has_a_gradient_and_nothing_else_and_no_gradient_is_written(rule, flags):
     (optimizer, params), _ = pair(rule, flags)
@@ -80,6 +81,7 @@ ORTHOGONAL = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rule", "flags"), [*cases(), *ORTHOGONAL])
 def test_what_was_saved_goes_on_bit_for_bit(rule, flags):
     """Of half-precision parameters too, whose state torch's own `load_state_dict` would round."""
@@ -117,6 +119,7 @@ def test_state_goes_from_path_to_path(rule, source, target):
     assert makers.distance(own, whole[1]) <= (2e-6 if "fused" in (source, target) else 0)
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_a_closure_runs_with_autograd_before_the_step(rule, flags):
     (optimizer, params), (plain, others) = pair(rule, flags)
@@ -133,6 +136,7 @@ def test_a_closure_runs_with_autograd_before_the_step(rule, flags):
     assert_same_bits(params, others)
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_a_rate_may_be_a_tensor_and_change_in_place(rule, flags):
     (number, params), (tensor, others) = pair(rule, flags)
@@ -147,6 +151,7 @@ def test_a_rate_may_be_a_tensor_and_change_in_place(rule, flags):
     assert isinstance(tensor.param_groups[0]["lr"], torch.Tensor)
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags):
     embedding, dense = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(3))
@@ -156,6 +161,7 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(rule, flags)
         optimizer.step()
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
     """The protocol of fused optimizers is declared where the step is fused, and nowhere else."""
@@ -180,6 +186,7 @@ def test_the_stock_grad_scaler_unscales_skips_and_steps(rule, flags):
     assert makers.distance(params, others) <= 2e-6
 
 
+@pytest.mark.sampled(3)
 @every_case
 def test_capturable_reads_nothing_on_the_host_with_rates_as_tensors(rule, flags):
     """What a CUDA graph needs. Without the flag rates and counts on a CPU are read, where that costs nothing."""
@@ -274,6 +281,7 @@ def test_the_step_is_that_of_whole_tensors_in_every_form(request, kind, path, ru
         assert max(found) <= BOUND[kind, path], found
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 @pytest.mark.parametrize("more", [{"half": torch.float16}, {"dtype": torch.float64}], ids=str)
@@ -289,6 +297,7 @@ def overflow(kind, path, rule, spoilt, half, given, **options):
     return makers.overflow(beside(kind, path, rule, half=half, **options), spoilt, given)
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 @pytest.mark.parametrize(
@@ -331,6 +340,7 @@ def written(kind, path, rule):
     return makers.written(beside(kind, path, rule, half=torch.float16))
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 def test_a_write_to_weights_between_steps_counts_in_their_norm(request, kind, path, rule):
@@ -345,6 +355,7 @@ def of_half_parameters(kind, path, rule, dtype):
     return makers.distance(both.own, [both.place.cut(one.detach()) for one in both.wholes]), dtypes
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -361,6 +372,7 @@ def ratios_beside(kind, path, rule):
             for each in (both.optimizer, both.reference)]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 def test_the_trust_ratios_that_are_logged_are_those_of_whole_tensors(request, kind, path, rule):
@@ -380,6 +392,7 @@ def backward_after_a_step(kind, path, rule):
     return ""
 
 
+@pytest.mark.sampled(5)
 @every_maker
 @both_rules
 def test_autograd_sees_that_the_step_wrote(request, kind, path, rule):

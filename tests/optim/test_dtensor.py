@@ -1,7 +1,5 @@
 """DTensor parameters, on real ranks: each moves its shards as the whole tensors move; few collectives; refusals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -44,6 +42,7 @@ def distance_on_rank(mesh_shape, placements, rule, options, path, shapes=SHAPES)
 
 # The sums of squares of small tensors are float64: in another order they give the same float32 ratio, and so the same
 # bits. The fused passes add 128 squares at a time in float32, so another cut rounds otherwise, by 6e-8 a step.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", [{}, FUSED], ids=["lists", "fused"])
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four_ranks):

@@ -1,7 +1,5 @@
 """Clusters for tests of costs and of the simulator; round numbers, of no real hardware."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from lightning_hybrid.planning.cluster import Cluster

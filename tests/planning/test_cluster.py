@@ -1,7 +1,5 @@
 """The stages of every algorithm on a cluster: bytes as traffic.py counts them, and NCCL's own model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 from lightning_hybrid.planning import workload
 from lightning_hybrid.planning.cluster_costs import OURS, PEERS
 from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_gloo import Gloo, segments_of_ring
+from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.cost_nccl import Nccl
 from tests.planning.clusters import BYTES, FREE_GLOO, LINKS, NCCL, NODES, RANKS, SLOW, cluster
 
@@ -69,46 +67,6 @@ def test_chunks_are_those_of_the_engine():
             bucket = InFlightBucket(flat=torch.empty(numel, dtype=torch.half), plan=None, finish=None)
             bucket.split(lambda part: None, num_chunks, checksum=None)
             assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
-
-
-def test_a_ring_of_few_bytes_waits_four_latencies_per_rank():
-    """Measured: 62 ms for 4 KiB on 8 ranks at 2 ms one way, of which 4 * 7 * 2 = 56 are consents."""
-    found = cluster(2, 4, across=Link(latency_s=2e-3, bytes_per_s=1.25e8))
-    assert found.alone_s("flat", 4096) == pytest.approx(56e-3, rel=0.02)  # 2 %: the bytes, and half of t
-
-
-def test_leaders_of_few_bytes_wait_two_latencies():
-    """Measured: 14.7 ms for 4 KiB on 2 x 3 at 5 ms, of which consent and data are 10."""
-    found = cluster(2, 3, across=Link(latency_s=5e-3, bytes_per_s=6.25e6))
-    assert found.alone_s("hierarchical", 4096) == pytest.approx(10e-3 + 4096 / 6.25e6, rel=1e-3)
-
-
-def test_a_wire_that_is_busy_long_enough_hides_consents():
-    """One of 12 segments of 1 MiB takes 84 ms at 100 Mbit/s; its consent is back after 0.2."""
-    link = Link(latency_s=2e-4, bytes_per_s=12.5e6)
-    assert FREE_GLOO.wait_of_ring_s(8 * MIB, 4, link) == 0.0
-    assert FREE_GLOO.wait_of_ring_s(8 * 2**10, 4, link) > 0.0
-    assert segments_of_ring(8 * MIB, 4) == 12
-
-
-def test_a_ring_that_waits_leaves_the_wire_to_others():
-    """The consents are no delay but an idle wire: alone the stage takes as long, next to another it gives way."""
-    gloo = Gloo(stage_s=0.0, message_s=0.0, segment_s=0.0, ring_share=0.5)
-    (stage,) = cluster(2, 2, transport=gloo).stages("flat", 4 * MIB)
-    assert stage.delay_s == 0.0
-    assert stage.share <= 0.5
-    assert stage.alone_s >= 2 * stage.work_s
-
-
-def test_cores_that_all_ranks_share_are_waited_for():
-    """2 x 2 ranks on 2 cores do 4 stages' work in twice the time; on machines of their own in one."""
-    alone = Gloo(stage_s=1e-3, message_s=0.0, segment_s=0.0)
-    emulated = Gloo(stage_s=1e-3, message_s=0.0, segment_s=0.0, num_shared_cores=2)
-    size = 4.0
-    more = cluster(2, 2, transport=emulated).alone_s("flat", size) - cluster(2, 2, transport=alone).alone_s(
-        "flat", size
-    )
-    assert more == pytest.approx(1e-3)
 
 
 # us of one all-reduce on one node of 8, by KiB (stas00/ml-engineering, network): A100, H200, B200.

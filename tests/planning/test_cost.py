@@ -1,7 +1,5 @@
 """Costs by counting: what must hold for any number of bytes, ranks and any link."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Events: threads do one chunk at a time, places are shared fairly, nothing is lost and nothing is done twice."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -71,26 +69,10 @@ def test_equal_chunks_through_places_of_their_own_are_the_formula():
     assert spans[-1].end_s == pytest.approx((0.5 + 2.0) + (5 - 1) * 2.0)  # one of each, then the slowest stage
 
 
-@pytest.mark.parametrize(("share", "end_s"), [(0.5, 2.0), (1.0, 2.0)], ids=["half a link each", "a whole one each"])
-def test_two_flows_run_side_by_side_and_share_a_link(share, end_s):
-    flows = [chunk(column, stage(share=share), column=column) for column in (0, 1)]
-    assert [span.end_s for span in simulate_events(flows)] == [end_s, end_s]
-
-
 def test_what_a_slow_flow_leaves_goes_to_the_others():
     """A quarter to the slow one; the other has three quarters until it is done."""
     slow, fast = chunk(0, stage(share=0.25), column=0), chunk(1, stage(work_s=0.75), column=1)
     assert {span.bucket: span.end_s for span in simulate_events([slow, fast])} == {0: 4.0, 1: 1.0}
-
-
-def test_a_delay_leaves_the_link_to_others():
-    first, second = chunk(0, stage(delay_s=1.0), column=0), chunk(1, stage(), column=1)
-    assert [span.end_s for span in simulate_events([first, second])] == [1.0, 2.0]
-
-
-def test_a_stage_thread_does_one_chunk_at_a_time():
-    spans = simulate_events([chunk(0, stage()), chunk(1, stage()), chunk(2, stage(), column=1, ready_s=5.0)])
-    assert [(span.bucket, span.begin_s, span.end_s) for span in spans] == [(0, 0.0, 1.0), (1, 1.0, 2.0), (2, 5.0, 6.0)]
 
 
 def test_a_stream_does_all_stages_of_one_before_the_next():

@@ -1,7 +1,5 @@
 """The chosen plan is the best by the model, never worse than the library's own, and right where fixed rules are not."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

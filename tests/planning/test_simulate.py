@@ -1,7 +1,5 @@
 """Simulated steps: what hides what, who waits for whom, and that the timeline is the real one's."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Intervals of predicted sums: those of the published rows, on clusters of their class and on no others."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

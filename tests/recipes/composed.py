@@ -1,7 +1,5 @@
 """Configurations as the programs compose them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydra import compose, initialize_config_dir

@@ -1,7 +1,5 @@
 """Where packages of the recipes' command line are missing, these tests are left out, those of loaders on a GPU too."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 

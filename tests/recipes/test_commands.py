@@ -1,7 +1,5 @@
 """Commands as a user starts them: what they print, what they write, and the code that they exit with."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The gallery and the files to deploy: every program runs as it stands, every file says what its page says."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

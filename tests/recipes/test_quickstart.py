@@ -1,7 +1,5 @@
 """The quick start: short, and what it says of itself is so."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command of every README names a program that is there, and the check of configurations accepts it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -3,8 +3,6 @@
 `torch` raises where an operation mixes the devices of such tensors, and where the host would read one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What the package changes in objects of others, as its syntax trees show it, stands on the page about it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

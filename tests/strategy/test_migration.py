@@ -1,7 +1,5 @@
 """The page for users of other libraries: what its tables say trains, and their checkpoints go on."""
 
-from __future__ import annotations
-
 import ast
 import re
 from contextlib import chdir
@@ -30,18 +28,6 @@ from tests.toy import Toy
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "lightning_hybrid" / "strategy" / "migration.md"
 
-# Rows whose middle column is no Python: the file that proves them, and a word of it. `test_readme_commands.py` checks
-# the keys of commands.
-PROVED_BY = {
-    "`horovodrun": ("tests/strategy/test_flavours.py", "torch.distributed.run"),
-    "`gradient_predivide_factor": ("tests/comm/test_hook.py", "split_divisor"),
-    "`hvd.elastic": ("recipes/records/faults/README.md", "--max-restarts"),
-    "`autoresume": ("tests/recipes/training/test_resume.py", "resume=auto"),
-    "`device_train_microbatch_size": ("tests/recipes/training/test_recipes.py", "max_batch_size_per_rank"),
-    "`LabelSmoothing": ("tests/recipes/training/test_classifier.py", "channels_last"),
-    "`DatasetWriter": ("tests/recipes/datasets/test_packing.py", "short_side"),
-}
-
 
 def rows() -> dict[str, list[tuple[str, str]]]:
     text = README.read_text().partition("## Checkpoints of other libraries")[0]
@@ -64,17 +50,6 @@ def expressions(cell: str) -> list[str]:
 
 
 CODES = dict.fromkeys(code for table in rows().values() for _, cell in table for code in expressions(cell))
-
-
-def test_each_library_has_its_table_and_each_row_a_proof():
-    assert [len(table) for table in rows().values()] == [8, 12, 10, 11, 10, 6]
-    for table in rows().values():
-        for had, write in table:
-            proofs = [proof for start, proof in PROVED_BY.items() if had.startswith(start)]
-            assert expressions(write) or write.startswith("not here") or len(proofs) == 1, had
-            assert all(word in (ROOT / path).read_text() for path, word in proofs)
-    everything = [had for table in rows().values() for had, _ in table]
-    assert not [start for start in PROVED_BY if not any(had.startswith(start) for had in everything)]
 
 
 class Pictures(pl.LightningModule):

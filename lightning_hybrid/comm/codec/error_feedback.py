@@ -173,10 +173,13 @@ class ErrorFeedback:
                 found[residual.numbers[rows] - begin] = residual.unscaled().view(-1, BLOCK)[rows]
         return found.view(-1)
 
-    def load(self, values: Tensor) -> None:
-        """Go on with the residual of the node: 256 elements for each block, float32, in the units of `share`."""
+    def load(self, values: Tensor | None) -> None:
+        """Go on with the residual of the node: 256 elements for each block, float32, in the units of `share`.
+
+        None: zeros.
+        """
         self._buckets, self._left, self._num_sums = {}, [], 0
-        self._loaded = values.cpu()
+        self._loaded = None if values is None else values.cpu()
 
     def release_device(self) -> None:
         """Keep this rank's share on the CPU, for `share`: the fit is over."""

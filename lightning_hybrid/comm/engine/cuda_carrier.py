@@ -27,7 +27,7 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import stage_scopes
-from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_all, end_on_abort, on_abort
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -178,7 +178,7 @@ class CudaCarrier:
             if self._stuck is None:
                 self._stuck = []  # from here on no one looks
                 if self._groups.topology.world_size > 1:  # else no other rank waits
-                    self._stuck = abort_all(limit_s=ABORT_LIMIT_S)
+                    self._stuck = self._groups.abort(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
         """Free the communicators when the device is done or `limit_s` over; returns what would not end, by name."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.health.abort import forget
+from lightning_hybrid.comm.health.abort import abort_all, forget
 from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
@@ -73,6 +73,10 @@ class CommGroups:
             group: Any = dist.new_group(list(ranks), timeout=self._timeout, group_desc=desc)
             made.append((ranks, group if self.topology.rank in ranks else None))
         return made
+
+    def abort(self, *, limit_s: float) -> list[str]:
+        """Abort all groups of this process on GPUs; return names of those that take longer than the limit."""
+        return abort_all(limit_s=limit_s)
 
     def destroy(self) -> None:
         """Free the groups. May be called again, and after the default group is gone."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.bucket_layout import is_exchange
 from lightning_hybrid.comm.engine.engine import CommEngine
-from lightning_hybrid.comm.engine.in_flight import InFlightBucket
+from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
+from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.view_groups import ViewGroups, ViewWatch
 
 
@@ -20,6 +22,7 @@ class ViewEngine(CommEngine):
     def _begin(self, compared: Any, **more: Any) -> None:
         if self._view is None:
             self._is_closed, self._compared = True, compared
+            self._latch = FailureLatch(BucketOrder())  # errors of before are asked for
         else:
             super()._begin(compared, **more)
 
@@ -41,6 +44,16 @@ class ViewEngine(CommEngine):
         self._view, self.topology = view, view.of_view
         self._begin(self._compared, group=view.world, groups=view)
         self._is_closed = False
+
+    def wait(self) -> None:
+        """Wait until the device has the sums so far: on CUDA futures do not say whether these are whole.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if self._on_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        self.raise_if_failed()
 
     def cut(self, reason: str) -> None:
         """End what is in flight, for `reason`, and every wait in the groups of the view; from any thread."""

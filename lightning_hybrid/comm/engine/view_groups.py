@@ -2,21 +2,26 @@
 
 made         by members alone, through a store that ends with the view
 cut          their connections are shut, which ends every wait in them; Gloo's own `abort` ends none
+on CUDA      stages have groups of NCCL, which are aborted; plans, state and logs stay with Gloo, whose waits say so
+             where they fail: what is read after an abort may be anything
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.process_groups import CommGroups
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_together
 from lightning_hybrid.comm.topology import Topology
 
 # How long one request to the store of a view may take.
@@ -24,24 +29,42 @@ STORE_LIMIT = timedelta(seconds=10)
 
 
 class ViewGroups(CommGroups):
-    """Groups of one view, over Gloo. Collective: every rank of the view makes them.
+    """Groups of one view. Collective: every rank of the view makes them.
 
     Args:
         topology: of the view, seen from this rank.
         store: `"ip:port"` of a store of this view alone.
         number: of the view; no other view of the run has it.
         timeout: of every collective.
+        device: of gradients.
         spared: returns sockets that `cut` leaves alone, by file descriptor: those through which ranks learn of losses.
+
+    Attributes:
+        world: a group of all ranks, over Gloo; None where this rank is alone.
 
     Raises:
         RuntimeError: a rank is lost meanwhile, or the store.
     """
 
     def __init__(
-        self, *, topology: Topology, store: str, number: int, timeout: timedelta, spared: Callable[[], Set[int]]
+        self,
+        *,
+        topology: Topology,
+        store: str,
+        number: int,
+        timeout: timedelta,
+        device: torch.device,
+        spared: Callable[[], Set[int]],
     ) -> None:
+        on_cuda = device.type == "cuda"
         super().__init__(topology=topology, timeout=timeout)
-        self.of_view = topology
+        self._share = on_cuda  # from here on: the default group, of one host, outlives the view
+        # Ranks of one GPU have Gloo, as NCCL takes one rank on each.
+        self._backend = "nccl" if on_cuda and dist.get_backend() != "gloo" else "gloo"
+        self.of_view, self._device = topology, device
+        self.world: dist.ProcessGroup | None = None
+        self._aborting, self._stuck = threading.Lock(), list[str]()
+        self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
         self._number, self._spared = number, spared
         self._sockets: dict[int, str] = {}  # by file descriptor, with what it is, as the number may be another's later
         self._before: dict[int, str] | None = None  # while some are made
@@ -53,18 +76,17 @@ class ViewGroups(CommGroups):
         with self._making():
             # A client alone: its server ends with the rank that coordinates the view, or sooner.
             self.store = dist.TCPStore(host, int(port), is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
-        self.add({"view": "world"})
-
-    @property
-    def world(self) -> dist.ProcessGroup | None:
-        """The group of all ranks; None where this rank is alone."""
-        return self.by_stage["view"]
+            if self.topology.world_size > 1:
+                world = self.world = self._new_group(tuple(range(self.topology.world_size)), "view", "gloo")
+                self._owned.append(world)
 
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
         with self._making():
-            return [(ranks, self._new_group(ranks, desc) if self.topology.rank in ranks else None) for ranks in missing]
+            own = [ranks for ranks in missing if self.topology.rank in ranks]
+            made = {ranks: self._new_group(ranks, desc, self._backend) for ranks in own}
+            return [(ranks, made.get(ranks)) for ranks in missing]
 
     @contextmanager
     def _making(self) -> Iterator[None]:
@@ -79,13 +101,16 @@ class ViewGroups(CommGroups):
             if self._is_cut:
                 self.cut()
 
-    def _new_group(self, ranks: tuple[int, ...], desc: str) -> dist.ProcessGroup:
+    def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
         # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
         torch_groups: Any = dist.distributed_c10d
         rank, name = ranks.index(self.topology.rank), f"view {self._number}, {desc}, {ranks}"
-        group, _ = torch_groups._new_process_group_helper(
-            len(ranks), rank, [], "gloo", self.store, group_name=name, timeout=self._timeout, group_desc=desc
-        )
+        more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
+        if backend == "nccl":
+            more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
+        group, _ = torch_groups._new_process_group_helper(len(ranks), rank, [], backend, self.store, **more)
+        if backend == "nccl":
+            self._on_devices[name] = group
         # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
         # they stand under numbers that no rank has.
         own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
@@ -99,6 +124,35 @@ class ViewGroups(CommGroups):
         for fd, what in (found | (_since(before) if before is not None else {})).items():
             if fd not in spared and there.get(fd) == what:
                 _shut(fd)
+        self.abort(limit_s=ABORT_LIMIT_S)
+
+    def abort(self, *, limit_s: float) -> list[str]:
+        """Abort what NCCL does in these groups, and in no other; from any thread, each of which waits until it is."""
+        with self._aborting:
+            groups, self._on_devices = self._on_devices, {}
+            self._stuck += abort_together(groups.items(), limit_s=limit_s)
+            return self._stuck
+
+    def _give_up(self) -> list[dist.ProcessGroup]:
+        # What an attempt has put on streams may yet write into gradients, which the next one needs.
+        if self._is_cut and self._device.type == "cuda":
+            waiting = threading.Thread(target=torch.cuda.synchronize, args=(self._device,), daemon=True)
+            waiting.start()
+            waiting.join(ABORT_LIMIT_S)
+            if waiting.is_alive() or self._stuck:
+                raise RuntimeError(f"elastic: groups {self._stuck} of the former view do not end on {self._device}")
+        return super()._give_up()
+
+    def destroy(self) -> None:
+        """Free the groups; after a cut nothing of NCCL's is waited for."""
+        (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
+
+
+def options_of_nccl(timeout: timedelta) -> Any:
+    """Return the options of a group that torch does not split from its default group, which has other ranks."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.lazy_init, options._timeout = True, timeout
+    return options
 
 
 class ViewWatch:

@@ -318,11 +318,11 @@ def failed_wait(error: BaseException | None) -> BaseException | None:
 
 
 def comes_from_others(error: Exception) -> bool:
-    """Return whether a stage's error is how Gloo, NCCL or our own check say that another rank is the cause."""
-    # By its words: both backends raise plain RuntimeErrors.
+    """Return whether an error is how Gloo, NCCL, a store or our own check say that another rank is the cause."""
+    # By its words: both backends raise plain RuntimeErrors, and Gloo those of a store ("Broken pipe") as they are.
     words = ("gloo", "connection", "timed out", "timeout", "nccl", "socket")
     is_of_backend = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    return is_of_backend or isinstance(error, OrderError)
+    return is_of_backend or isinstance(error, OrderError | dist.DistNetworkError | dist.DistStoreError)
 
 
 def short(error: BaseException) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.connection import Connection, split
-from lightning_hybrid.comm.membership.event_loop import EventLoop
-from lightning_hybrid.comm.membership.host import Deliver, Host
+from lightning_hybrid.comm.membership.connections import Connection, SocketThread, split
+from lightning_hybrid.comm.membership.host import Host
 from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
 
 
@@ -22,44 +21,24 @@ def end_process(why: str) -> None:
     os._exit(75)
 
 
-class Follower:
-    """Another rank of a host: it speaks with the first alone. `deliver` is as for `Host`, without "store"."""
+class Follower(SocketThread):
+    """Another rank of a host: it speaks with the first alone."""
 
-    def __init__(self, settings: Settings, deliver: Deliver) -> None:
-        self._settings, self._deliver = settings, deliver
-        self.key = ""
-        self._first: Connection | None = None
-        self._has_left = False
-        self._seen_s = 0.0
-        self._committed: int | None = None  # with which this rank has come, before there was somebody to say it to
-        self.loop = EventLoop(
-            "membership",
-            tick_s=settings.tick_s,
-            late_s=settings.silent_s / 2,
-            on_message=self._message,
-            on_end=self._ended,
-            on_tick=self._tick,
-            on_crash=lambda error: deliver("isolated", f"its own thread failed: {error!r}"),
-        )
+    _first: Connection | None = None
+    _has_left = False
+    _seen_s = 0.0
+    _committed: int | None = None  # with which this rank has come, before there was somebody to say it to
 
     def come(self, committed: int) -> None:
         """Say that this rank waits for a view."""
+        self._committed = committed
+        self._say_it()
 
-        def come() -> None:
-            self._committed = committed
-            self._say_it()
-
-        self.loop.post(come)
-
-    def say_goodbye(self) -> None:
+    def leave(self) -> None:
         """Leave as planned."""
-
-        def leave() -> None:
-            self._has_left = True
-            if self._first:
-                self.loop.send(self._first, kind="bye")
-
-        self.loop.post(leave)
+        self._has_left = True
+        if self._first:
+            self._first.send(kind="bye")
 
     def waits_for(self) -> str:
         """Say what the next view waits for."""
@@ -67,10 +46,10 @@ class Follower:
 
     def _say_it(self) -> None:
         if self._first and self.key and self._committed is not None:
-            self.loop.send(self._first, kind="come", committed=self._committed)
+            self._first.send(kind="come", committed=self._committed)
             self._committed = None
 
-    def _message(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _hear(self, message: dict[str, Any]) -> None:
         self._seen_s, kind = monotonic(), message["kind"]
         if kind == "hello":
             self.key = message["key"]
@@ -81,12 +60,13 @@ class Follower:
         if kind not in ("hello", "alive", "bye"):
             self._deliver(kind, message["value"])
 
-    def _ended(self, connection: Connection, is_dead: bool) -> None:
+    def _has_closed(self, is_dead: bool) -> None:
         self._first = None
         if self.key and not self._has_left:
             self._deliver("lost", "the first rank of this host is gone")
 
-    def _tick(self, is_late: bool) -> None:
+    def tick(self, now: float, is_late: bool) -> None:
+        """Look for the first rank, or whether it gives signs of life."""
         if self._first is None and not self.key:
             sock = socket.socket(socket.AF_UNIX)
             try:
@@ -94,15 +74,14 @@ class Follower:
             except OSError:  # it has not started yet
                 sock.close()
                 return
-            self._first = self.loop.add(Connection(sock))
-            self._first.is_trusted = True
-            self.loop.send(self._first, kind="hello", local=self._settings.local)
-            self._seen_s = monotonic()
+            self._first, self._seen_s = self.open(sock), now
+            self._first.trust("the first rank", self._hear, self._has_closed)
+            self._first.send(kind="hello", local=self._settings.local)
         elif self._first:
-            self.loop.send(self._first, kind="alive")
+            self._first.send(kind="alive")
             if is_late:
-                self._seen_s = monotonic()
-            elif monotonic() - self._seen_s > self._settings.silent_s and not self._has_left:
+                self._seen_s = now
+            elif now - self._seen_s > self._settings.silent_s and not self._has_left:
                 self._deliver("lost", f"the first rank of this host was silent for {self._settings.silent_s:g} s")
 
 
@@ -110,77 +89,39 @@ class Membership:
     """Who takes part, seen by one rank. Its thread runs from the constructor to `close`.
 
     Args:
-        host: name of this host, of no other of the run.
-        local, ranks_per_host: this rank on its host.
-        meet: "ip:port" of where starting hosts ask for the run, in the same order on all. The holder of the first is
-            the arbiter where a cut link leaves two halves.
-        min_hosts, max_hosts: fewer do not go on; more wait.
-        token: of what must be equal on all hosts.
         on_change: called in a thread of its own, once a view, with why the view ends: a loss, or a host that joins. It
             may be called before `next_view` has returned that view; it is not, where this rank waits already.
-        make_store: called where a view is made, in the thread that waits for it; returns its "ip:port".
-        silent_s: after how long without a sign of life a host is lost.
-        wait_s: how long the first meeting waits for more hosts than `min_hosts`.
+        make_store: called on the first rank of each host before it waits for a view; returns the "ip:port" of a fresh
+            store. That of one host serves for the view.
         on_own_host_lost: called where another rank of this host is gone; it is not meant to return.
+        meet, settings: as for `Settings`.
     """
 
     def __init__(
         self,
         *,
-        host: str,
-        local: int,
-        ranks_per_host: int,
         meet: Sequence[str],
-        min_hosts: int,
-        max_hosts: int,
-        token: str,
         on_change: Callable[[str], None],
         make_store: Callable[[], str],
-        silent_s: float = 2.0,
-        wait_s: float = 10.0,
         on_own_host_lost: Callable[[str], None] = end_process,
+        **settings: Any,
     ) -> None:
-        self._settings = Settings(
-            host=host,
-            local=local,
-            ranks_per_host=ranks_per_host,
-            meet=tuple(f"{socket.gethostbyname(ip)}:{port}" for ip, port in map(split, meet)),
-            min_hosts=min_hosts,
-            max_hosts=max_hosts,
-            token=token,
-            silent_s=silent_s,
-            wait_s=wait_s,
-        )
+        meet = [f"{socket.gethostbyname(ip)}:{port}" for ip, port in map(split, meet)]
+        self._settings = Settings(meet=meet, **settings)
         self._on_change, self._make_store, self._on_own_host_lost = on_change, make_store, on_own_host_lost
         self._changed = threading.Condition()
         self._view: View | None = None
         self._error: Exception | None = None
         self._is_waiting = False  # this rank has come, and there is no view yet
-        self._wants_store = False
         self._has_told = True  # the caller that the present view ended
-        part = Follower if local else Host
+        part = Follower if self._settings.local else Host
         self._part: Host | Follower = part(self._settings, self._deliver)
-        self._part.loop.start()
+        self._part.start()
 
     @property
     def me(self) -> Member:
         """The member that is this rank, once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
-
-    @property
-    def view(self) -> View | None:
-        """The latest view of this rank."""
-        return self._view
-
-    def enter(self, committed: int, *, timeout_s: float) -> View:
-        """Wait for the first view, or join the run that is there. `committed`: steps, as of a checkpoint.
-
-        Raises:
-            TimeoutError: no view in time; says what was waited for.
-            RefusedError: the token of the run is another.
-            IsolatedError: left out while it joined.
-        """
-        return self.next_view(committed, timeout_s=timeout_s)
 
     def next_view(self, committed: int, *, timeout_s: float) -> View:
         """Wait for the view after the present one, which ended. Every rank of every living host must call it.
@@ -190,37 +131,32 @@ class Membership:
         Raises:
             TimeoutError: no view in time; says what was waited for.
             IsolatedError: the others go on without this host, or none may.
+            RefusedError: the token of the run that it would join is another.
         """
-        ends_s = monotonic() + timeout_s
         with self._changed:
             self._is_waiting = True
-        self._part.come(committed)
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._error or not self._is_waiting or self._wants_store, ends_s - monotonic()
-                )
-                if self._error:
-                    raise self._error
-                if not self._is_waiting and self._view:
-                    return self._view
-                makes_store, self._wants_store = self._wants_store, False
-            if makes_store and isinstance(self._part, Host):
-                self._part.give_store(self._make_store())
-            elif monotonic() >= ends_s:
+        self._part.post(self._part.come, committed, *([] if self._settings.local else [self._make_store()]))
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._is_waiting, timeout_s)
+            if self._error:
+                raise self._error
+            if self._is_waiting or self._view is None:
                 raise TimeoutError(f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}")
+            return self._view
+
+    enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
 
     def fds(self) -> set[int]:
         """Return the numbers of the sockets of this object."""
-        return self._part.loop.fds()
+        return self._part.fds()
 
     def say_goodbye(self) -> None:
         """Tell the others that this rank ends as planned; closed sockets are no loss then."""
-        self._part.say_goodbye()
+        self._part.post(self._part.leave)
 
     def close(self) -> None:
         """End the thread and close all sockets."""
-        self._part.loop.close()
+        self._part.close()
 
     def _deliver(self, what: str, value: Any) -> None:
         """Take what the thread of the sockets has to say."""
@@ -235,8 +171,6 @@ class Membership:
                     **{name: tuple(value[name]) for name in ("donors", "behind", "reasons")},
                 )
                 self._is_waiting = self._has_told = False
-            elif what == "store":
-                self._wants_store = True
             elif what == "isolated":
                 self._error = IsolatedError(f"elastic: this host may not go on: {value}")
                 why = value

@@ -1,11 +1,12 @@
-"""The agreed list of members, and how one host leaves it in words."""
+"""The agreed list of members: who may be in the next, and who takes state from whom."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class IsolatedError(RuntimeError):
@@ -62,22 +63,33 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `Membership` was given; its docstring says what each is."""
+    """How one rank takes part.
+
+    Attributes:
+        host: name of this host, of no other of the run.
+        local, ranks_per_host: this rank on its host.
+        meet: "ip:port" of where starting hosts ask for the run, in the same order on all. The holder of the first is
+            the arbiter where a cut link leaves two halves.
+        min_hosts, max_hosts: fewer do not go on; more wait.
+        token: of what must be equal on all hosts.
+        silent_s: after how long without a sign of life a host is lost.
+        wait_s: how long the first meeting waits for more hosts than `min_hosts`.
+    """
 
     host: str
     local: int
     ranks_per_host: int
-    meet: tuple[str, ...]
+    meet: Sequence[str]
     min_hosts: int
     max_hosts: int
     token: str
-    silent_s: float
-    wait_s: float
+    silent_s: float = 2.0
+    wait_s: float = 10.0
 
     @property
     def tick_s(self) -> float:
         """Time between two signs of life."""
-        return self.silent_s / 8
+        return self.silent_s / 4
 
     @property
     def path(self) -> str:
@@ -123,3 +135,61 @@ def members_of(hosts: Sequence[str], ranks_per_host: int) -> tuple[Member, ...]:
         for host in hosts
         for local in range(ranks_per_host)
     )
+
+
+# How a host is lost that votes nowhere any more: it is dead, or said goodbye. One that is "silent" may live.
+FOR_SURE = ("closed", "left")
+
+
+def who_hear_each_other(
+    first: Sequence[str], others: Sequence[str], lost: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    """Return `first`, and of `others` those that hear all before them: of two that do not, the later goes.
+
+    >>> who_hear_each_other([], ["a", "b", "c"], {"b": {"c": "silent"}})
+    ['a', 'b']
+    """
+    kept = list(first)
+    for host in others:
+        if not any(host in lost.get(one, ()) or one in lost.get(host, ()) for one in kept):
+            kept.append(host)
+    return kept
+
+
+def have_the_votes(kept: Sequence[str], hosts: Sequence[str], lost: Mapping[str, str]) -> bool:
+    """Return whether `kept` may go on from a view of `hosts`: no others of these can do so elsewhere.
+
+    They can where they are silent. Then more than half is needed, or half and the arbiter; the dead count too, as the
+    others may have had their votes before.
+
+    >>> a, b, c = "a@x:1#0.1", "b@x:2#-.2", "c@x:3#-.3"
+    >>> have_the_votes([b], [a, b], {a: "closed"}), have_the_votes([b], [a, b], {a: "silent"})
+    (True, False)
+    >>> have_the_votes([a], [a, b], {b: "silent"}), have_the_votes([a], [a, b, c], {b: "closed", c: "silent"})
+    (True, False)
+    """
+    if all(lost.get(host) in FOR_SURE for host in hosts if host not in kept):
+        return True
+    votes = [host for host in hosts if host in kept]
+    is_half = 2 * len(votes) == len(hosts)
+    return 2 * len(votes) > len(hosts) or (is_half and any(map(is_arbiter, votes)))
+
+
+def who_takes_from_whom(committed: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return `target`, `donors` and `behind` of a view; `committed`: steps of the ranks of each host, in its order.
+
+    >>> found = who_takes_from_whom({"a@x:1#0.1": [3, 4], "b@x:2#-.2": [3, 3]})
+    >>> found["target"], found["donors"], len(found["behind"])
+    (4, ['a@x:1#0.1/1', 'a@x:1#0.1/1'], 3)
+    """
+    num_local = len(next(iter(committed.values())))
+    steps = [step for of_host in committed.values() for step in of_host]
+    ranks = members_of(list(committed), num_local)
+    target = max(steps)
+    ahead = [rank for rank, step in zip(ranks, steps, strict=True) if step == target]
+    of_local = ([rank for rank in ahead if rank.local == local] for local in range(num_local))
+    return {
+        "target": target,
+        "donors": [(fitting or ahead)[0].id for fitting in of_local],
+        "behind": [rank.id for rank, step in zip(ranks, steps, strict=True) if step < target],
+    }

@@ -10,27 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_hybrid.comm.membership.knowledge import Knowledge, Message
-from lightning_hybrid.comm.membership.proposal import FOR_SURE, have_the_votes, who_hear_each_other, who_takes_from_whom
-from lightning_hybrid.comm.membership.view import name_of, names_of
+from lightning_hybrid.comm.membership.view import (
+    FOR_SURE,
+    have_the_votes,
+    name_of,
+    names_of,
+    who_hear_each_other,
+    who_takes_from_whom,
+)
+
+Message = dict[str, Any]
 
 
-class ViewChange(Knowledge):
+class ViewChange:
     """What one host knows of a run, and what it does about it.
 
     `out` is what is to be done, in order: `("send", host, message)`, `("change", why)`, `("view", proposal)`,
-    `("isolated", why)`; its reader empties it. `wants_store`: whether the next view waits for `give_store`.
+    `("isolated", why)`; its reader empties it.
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
-        super().__init__(me)
         self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
+        self.me = me
+        self.run = ""  # none yet: this host waits in the lobby of another
+        self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
+        self.hosts: list[str] = []
+        self.attempts: dict[tuple[int, str], list[str]] = {}  # number, proposer: hosts; later ones, perhaps installed
+        self.top = -1  # greatest number heard of
+        self.lost: dict[str, str] = {}  # and how
         self.out: list[tuple[Any, ...]] = []
         self.promised = -1  # greatest number proposed or accepted here; it accepts no equal or lower one any more
         self.lobby: dict[str, list[int]] = {}  # who waits for a view, with the committed steps of its ranks
         self.left_out: list[str] = []  # by this host, once: such a one comes back under another key
-        self.is_over = False
-        self.has_had_view = False
+        self.is_over = self.has_had_view = False
         self.has_ended = True  # the present view, if any
         self._clear()
 
@@ -44,9 +56,6 @@ class ViewChange(Knowledge):
         self.invited: list[str] = []  # who was to join by any proposal of this host
         self.reasons: list[str] = []
         self.store = ""
-        self.wants_store = False
-
-    # ---- what happens ------------------------------------------------------------------------------------------------
 
     def form(self, run: str) -> None:
         """Found a run, with a name that no other has, of this host and those in its lobby."""
@@ -55,25 +64,18 @@ class ViewChange(Knowledge):
 
     def join(self, host: str, committed: list[int]) -> None:
         """Take a host into the lobby, which can be reached and waits for a view."""
-        if host in self.candidates() or host in self.left_out:
-            return
-        if self.lost.get(host) == "silent":
-            del self.lost[host]
-        if host not in self.lobby and host not in self.lost:
+        known = {*self.candidates(), *self.left_out, *self.lobby}
+        if host not in known and self.lost.get(host) not in FOR_SURE:
+            self.lost.pop(host, None)
             self.lobby[host] = committed
             self._admit()
             self._advance()
 
-    def come(self, local: int, committed: int) -> None:
-        """Note that a rank of this host has come to the change, with its number of committed steps."""
-        self.committed[local] = committed
+    def come(self, local: int, committed: int, store: str = "") -> None:
+        """Note that a rank of this host has come to the change: its committed steps; of the first, a fresh store."""
+        self.committed[local], self.store = committed, store or self.store
         if not self.has_ended:
             self.end_view(f"a sum broke on host {name_of(self.me)}")
-        self._advance()
-
-    def give_store(self, address: str) -> None:
-        """Take the store of the next view."""
-        self.store, self.wants_store = address, False
         self._advance()
 
     def lose(self, host: str, how: str, why: str) -> None:
@@ -86,9 +88,9 @@ class ViewChange(Knowledge):
             self.end_view(why)
         self._advance()
 
-    def leave(self) -> None:
-        """End as planned."""
-        self._send(self.candidates(), kind="bye", why="")
+    def leave(self, why: str = "") -> None:
+        """End as planned, or because this host may not go on."""
+        self._send(self.candidates(), kind="bye", why=why)
         self.is_over = True
 
     def end_view(self, why: str) -> None:
@@ -120,12 +122,9 @@ class ViewChange(Knowledge):
         elif kind in ("ready", "propose") and self._concerns(sender, message):
             self._merge(message)
             if message["number"] == self.number and not self.is_over:
-                if kind == "ready":
-                    self.readies[sender] = message
-                    if not self.has_ended:
-                        self.end_view(f"host {name_of(sender)} has ended it")
-                else:
-                    self.offers[sender] = message
+                (self.readies if kind == "ready" else self.offers)[sender] = message
+                if kind == "ready" and not self.has_ended:
+                    self.end_view(f"host {name_of(sender)} has ended it")
         elif kind == "accept" and self.proposal and message["number"] == self.proposal["to"]:
             self.accepts = sorted({*self.accepts, sender})
         elif kind == "install" and message["number"] > self.number:
@@ -135,17 +134,24 @@ class ViewChange(Knowledge):
                 self._learn(message["number"], message["hosts"])
         self._advance()
 
-    def waits_for(self) -> str:
-        """Say in words what keeps the next view from being agreed."""
-        if late := sorted(set(range(self._ranks_per_host)) - set(self.committed)):
-            return f"ranks {late} of this host"
-        if not self.run:
-            return "a run to join, or enough hosts to begin one"
-        late_hosts = [host for host in self.living() if host not in self.readies] if self.is_head() else [self.head()]
-        late_hosts += [host for host in self.proposal.get("next", []) if host not in (*self.accepts, self.me)]
-        return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._min_hosts}"
-
     # ---- knowledge ---------------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[str]:
+        """Return who may be in the present view, in order of entry."""
+        later = (host for key in sorted(self.attempts) for host in self.attempts[key])
+        return list(dict.fromkeys([*self.hosts, *later, self.me]))
+
+    def living(self) -> list[str]:
+        """Return those of them that are not lost."""
+        return [host for host in self.candidates() if host not in self.lost]
+
+    def head(self) -> str:
+        """Return the host that coordinates, as far as known here; this one where it knows of no run."""
+        return self.living()[0]
+
+    def is_head(self) -> bool:
+        """Return whether this host coordinates a run."""
+        return bool(self.run) and self.head() == self.me
 
     def _concerns(self, sender: str, message: Message) -> bool:
         """Whether the sender is one of the run, as far as this host and the sender know."""
@@ -160,25 +166,32 @@ class ViewChange(Knowledge):
 
     def _merge(self, message: Message) -> None:
         self._learn(message["number"], message["hosts"])
-        self.note_attempts(message["attempts"])
+        for number, proposer, hosts in message["attempts"]:
+            if number > self.number and proposer != self.me:  # one's own is void until one has installed it
+                self.attempts[number, proposer] = hosts
+                self.top = max(self.top, number)
         for host, how in message["lost"].items():
             if how in FOR_SURE:
                 self.lose(host, how, f"host {name_of(host)} is lost")
 
     def _learn(self, number: int, hosts: list[str]) -> None:
-        """Note that a view was installed, by whomever."""
+        """Note that a view was installed, by whomever: what was proposed before it is over."""
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
         elif number > self.number:
-            self.note_view(number, hosts)
+            self.number, self.hosts, self.top = number, hosts, max(self.top, number)
+            self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
             self.readies = {}  # of an earlier change
 
     def _ready(self) -> Message:
         joins = bool(self.hosts) and not self.has_had_view  # what it has is not of this run
         committed = [-1 if joins else self.committed[local] for local in range(self._ranks_per_host)]
-        known = self.candidates()
-        lost = {host: self.lost[host] for host in sorted(self.lost) if host in known}
-        return {"kind": "ready", **self.state(), "lost": lost, "committed": committed}
+        lost = {host: self.lost[host] for host in sorted({*self.lost}.intersection(self.candidates()))}
+        return {"kind": "ready", **self._state(), "lost": lost, "committed": committed}
+
+    def _state(self) -> Message:
+        attempts = [[*key, self.attempts[key]] for key in sorted(self.attempts)]
+        return {"run": self.run, "number": self.number, "hosts": self.hosts, "attempts": attempts}
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
@@ -211,12 +224,11 @@ class ViewChange(Knowledge):
         if is_late or not heard.issuperset(self.attempts) or set(offer["next"]) & set(self.lost):
             self._send([head], **self._ready())  # from which it learns what to propose
             return
-        before = self.candidates()
+        # Now, not when it is installed: who is left out must hear of it before it can see the others end.
+        self._exclude([host for host in self.candidates() if host not in offer["next"]], offer["to"], offer["next"])
         self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
         self.attempts[offer["to"], head] = offer["next"]
         self.promised, self.top, self.accepted = offer["to"], max(self.top, offer["to"]), offer
-        # Now, not when it is installed: who is left out must hear of it before it can see the others end.
-        self._exclude([host for host in before if host not in offer["next"]], offer["to"], offer["next"])
         self._send([head], kind="accept", number=offer["to"])
         self._advance()
 
@@ -237,16 +249,12 @@ class ViewChange(Knowledge):
         if len(kept) + len(joining) < self._min_hosts:
             self.proposal = {}  # who comes next is for the next one
             return
-        wanted = {**self.state(), "next": kept + joining}
+        wanted = {**self._state(), "next": kept + joining}
         if not self.proposal or any(self.proposal[key] != value for key, value in wanted.items()):
-            if not self.store:
-                self.wants_store = True
-                return
             self.promised = self.top = self.top + 1
             steps = {host: self.readies[host]["committed"] for host in kept}
             # In the first meeting all come with what they have; later, who joins has nothing.
-            nothing = [-1] * self._ranks_per_host
-            steps |= {host: nothing if self.hosts else self.lobby[host] for host in joining}
+            steps |= {host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host] for host in joining}
             why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
             more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
             self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **more}, []
@@ -261,15 +269,14 @@ class ViewChange(Knowledge):
 
     def _install(self, proposal: Message) -> None:
         self._clear()
-        self.note_view(proposal["to"], proposal["next"])
+        self._learn(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
         self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
         self.has_ended, self.has_had_view = False, True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
-            self.end_view(
-                " and ".join([f"{name_of(host)} went" for host in self.lost] or ["a host went"]) + " meanwhile"
-            )
+            went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]
+            self.end_view(" and ".join(went) + " meanwhile")
         self._admit()
 
     def _admissible(self, hosts: Iterable[str]) -> list[str]:
@@ -285,8 +292,7 @@ class ViewChange(Knowledge):
         self._send(hosts, kind="excluded", number=number, hosts=others, why="they did not hear it, or not in time")
 
     def _isolate(self, why: str) -> None:
-        self._send(self.candidates(), kind="bye", why=f"host {name_of(self.me)} is isolated")
-        self.is_over = True
+        self.leave(f"host {name_of(self.me)} is isolated")
         self.out.append(("isolated", why))
 
     def _send(self, to: list[str], /, **message: Any) -> None:

@@ -7,8 +7,7 @@ view ends           every wait in its groups ends; hosts meet again, and who is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,12 +19,12 @@ from torch.futures import Future
 
 from lightning_hybrid.comm import HookState, Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
-from lightning_hybrid.data.random_streams import SeededStreams
+from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
-from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+from lightning_hybrid.strategy.elastic.step_logs import StepLogs, SummedMetric, collected, summed_metrics, take
 from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
 
 _WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
@@ -62,10 +61,13 @@ class ElasticFit:
         self._loader: ShardLoader | None = None
         self._views: Views | None = None
         self._buckets: list[FlatBucket] = []
+        self._buffers: list[dict[str, Tensor | None]] = []  # of each submodule that has some: to walk takes long
+        self._metrics: list[SummedMetric] = []
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
-        self._seeded = SeededStreams()
+        self._earlier: dict[str, Any] | None = None  # what others had collected as this host was behind, to be taken
+        self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -103,6 +105,7 @@ class ElasticFit:
         if self._loader is not None:
             raise ValueError("`elastic` deals the batches of one training loader, and there are several. Give one.")
         self._loader = ShardLoader(loader, self._num_shards, seed, prepare)
+        self._loader.use(self._shards)  # hosts have met before Lightning asks for loaders
         return self._loader
 
     @property
@@ -129,8 +132,11 @@ class ElasticFit:
         if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
             parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
             self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+            self._buffers = [one._buffers for one in self._module.modules() if one._buffers]
+            self._metrics = summed_metrics(self._module)
             engine, timeout = self._comm.engine, self._timeout
-            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout)
+            logs: dict[str, Any] = {"collected": self._collected, "take": self._take}
+            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, **logs)
             self._views.enter(self._use)
 
     def _optimizer_step(
@@ -173,13 +179,15 @@ class ElasticFit:
 
     def _use(self, topology: Topology) -> None:
         self._comm.is_first, self._sums_apart = topology.rank == 0, True
+        if (feedback := self._comm.hook_state.feedback) is not None:
+            feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
         if self._loader is not None:
             self._loader.use(self._shards)
 
     def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
-        buffers, outputs, run_first = [buffer.clone() for buffer in self._module.buffers()], None, closure
-        self._logs = logs = StepLogs(self._module)
+        buffers, outputs, run_first = self._copied_buffers(), None, closure
+        self._logs = logs = self._new_logs()
         try:
             for _ in range(MOST_VIEWS):
                 if not views.ended:
@@ -189,12 +197,30 @@ class ElasticFit:
                 if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet
                     return outputs
                 self._put_buffers(buffers)
+                logs.restore()
                 if views.change(self._use):
                     raise _StepTaken(outputs)
-                logs.restore()
         finally:
             self._logs = None
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
+
+    def _collected(self) -> dict[str, Any]:
+        trainer = self._module.trainer
+        return {"epoch": trainer.current_epoch, **collected(trainer._results, self._metrics)}
+
+    def _take(self, found: dict[str, Any]) -> None:
+        if self._comm.topology.local_rank == 0:  # which keeps the sums of a host
+            self._earlier = found
+            if self._logs is not None:  # else in the next step: as an epoch begins metrics may be reset
+                self._new_logs()
+
+    def _new_logs(self) -> StepLogs:
+        trainer, earlier = self._module.trainer, self._earlier
+        if earlier is not None:
+            take(earlier, trainer._results, self._metrics)
+            self._unseen, self._earlier = (earlier["epoch"], earlier["values"]), None
+        unseen = self._unseen[1] if self._unseen[0] == trainer.current_epoch else {}
+        return StepLogs(trainer._results, self._metrics, unseen)
 
     def _is_whole(self, views: Views) -> bool:
         # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
@@ -208,18 +234,20 @@ class ElasticFit:
             coder.turn = 0  # an attempt that failed has drawn noise, too
         if self._loader is not None:
             self._loader.batch_of(shards[0])  # before random numbers are the shard's: a loader may draw as it starts
-        with self._drawing(views, shards[0]):
-            outputs = run_first()
+        self._seed_for(views, shards[0])
+        outputs = run_first()
         logs.end_shard()
-        after_first = [buffer.clone() for buffer in self._module.buffers()] if len(shards) > 1 else []
+        after_first = self._copied_buffers() if len(shards) > 1 else []
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
-            with self._drawing(views, shard):
-                self._run(batch)
+            self._seed_for(views, shard)
+            self._run(batch)
             logs.end_shard()
+        self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
-        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
+        if after_first:  # as under `ddp`, where each rank sees one shard
+            self._put_buffers(after_first)
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -227,14 +255,19 @@ class ElasticFit:
                 views.note(error)
         return outputs
 
-    @contextmanager
-    def _drawing(self, views: Views, shard: int) -> Iterator[None]:
-        with self._seeded(views.seed % 2**64, views.committed, shard):
-            yield
+    def _seed_for(self, views: Views, shard: int) -> None:
+        seed_streams(views.seed % 2**64, views.committed, shard)
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
 
-    @torch.no_grad()
+    def _present_buffers(self) -> list[Tensor]:
+        return [each.detach() for some in self._buffers for each in some.values() if each is not None]
+
+    def _copied_buffers(self) -> list[Tensor]:
+        return [each.clone() for each in self._present_buffers()]
+
     def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._module.buffers(), values, strict=bool(values)):
+        for buffer, value in zip(self._present_buffers(), values, strict=True):
             buffer.copy_(value)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
@@ -245,11 +278,12 @@ class ElasticFit:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
-        world, buffers = None if views.groups is None else views.groups.world, list(self._module.buffers())
+        world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
-            dist._broadcast_coalesced(world, [one.detach() for one in buffers], 1 << 28, 0)
+            dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
         is_first = views.topology.local_rank == 0
         logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        self._comm.engine.wait()
         self._sums_apart = False
 
     def _run_first(self) -> None:
@@ -284,6 +318,6 @@ def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[...
 
 
 def _done(value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
+    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else None)
     future.set_result(value)
     return future

@@ -9,22 +9,63 @@ Sums are kept by the first rank of each host, and zeros by its others: Lightning
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
+
+_SENT = ("value", "cumulated_batch_size")
+SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
+
+
+def summed_metrics(module: nn.Module) -> list[SummedMetric]:
+    """Return the metrics in a module."""
+    metrics: list[Any] = [one for one in module.modules() if isinstance(one, Metric)]
+    sums = [{name for name, how in one._reductions.items() if how is dim_zero_sum} for one in metrics]
+    return list(zip(metrics, map(sorted, sums), strict=True))
+
+
+def collected(results: dict[str, Any], metrics: Sequence[SummedMetric]) -> dict[str, Any]:
+    """Return what an epoch has collected so far, to be sent to hosts that are behind."""
+    own = {
+        key: {name: now for name in _SENT if isinstance(now := getattr(one, name, None), Tensor)}
+        for key, one in results.items()
+        if one.is_tensor and one.meta.on_epoch
+    }
+    of_step = {key: one._forward_cache for key, one in results.items() if one.is_tensor and one.meta.on_step}
+    states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in metrics]
+    return {"values": own, "of_step": of_step, "metrics": states}
+
+
+def take(found: dict[str, Any], results: dict[str, Any], metrics: Sequence[SummedMetric]) -> None:
+    """Take what was collected, in place of this host's own."""
+    for key, one in results.items():
+        vars(one).update(found["values"].get(key, {}))
+        one._forward_cache = found["of_step"].get(key, one._forward_cache)
+    for (metric, _), (states, count) in zip(metrics, found["metrics"], strict=True):
+        vars(metric).update(states, _update_count=count, _computed=None)
 
 
 class StepLogs:
-    """Values before a step, to go back to, and of its shards, to add up; `module` trains."""
+    """Values before a step, to go back to, and of its shards, to add up.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._results: dict[str, Any] = module.trainer._results  # type: ignore[assignment, union-attr]
-        self._metrics = [(one, _sums_in(one)) for one in module.modules() if isinstance(one, Metric)]
-        self._before = {key: dict(vars(one)) for key, one in self._results.items()}
-        self._states = [(one._copy_state_dict(), one._update_count) for one, _ in self._metrics]
+    `results`: what Lightning has collected in the epoch; `metrics`: of the module; `unseen`: what other hosts had
+    collected before this one came, by key: it counts from when this host logs the key.
+    """
+
+    def __init__(
+        self, results: dict[str, Any], metrics: Sequence[SummedMetric], unseen: Mapping[str, dict[str, Tensor]]
+    ) -> None:
+        self._results, self._metrics = results, metrics
+        self._unseen = {key: values for key, values in unseen.items() if key not in results}
+        self._before = {key: dict(vars(one)) for key, one in results.items()}
+        self._states = [
+            ({name: _copy(getattr(one, name)) for name in one._defaults}, one._update_count) for one, _ in metrics
+        ]
         self._first: dict[str, dict[str, Any]] = {}
         self._of_shards: dict[str, list[Tensor]] = {}  # what is logged of the step, not of the epoch
 
@@ -37,7 +78,7 @@ class StepLogs:
                 vars(self._results[key]).update(self._before[key])
         for (metric, _), (state, count) in zip(self._metrics, self._states, strict=True):
             for name, value in state.items():
-                setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+                setattr(metric, name, _copy(value))
             metric._update_count = count
         self._first, self._of_shards = {}, {}
 
@@ -56,10 +97,13 @@ class StepLogs:
         """Add up over all ranks of a view. Collective where something is logged or counted so."""
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, one in self._results.items():
+            unseen = self._unseen.get(key, {})
             if not _is_shared(one):
+                if unseen and _is_sum(one):
+                    vars(one).update({name: getattr(one, name) + value for name, value in unseen.items()})
                 continue
             is_mean = one.meta.is_mean_reduction
-            if not (is_mean or one.meta.is_sum_reduction):
+            if not _is_sum(one):
                 continue  # the largest and the smallest stay those of a host
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
@@ -67,7 +111,7 @@ class StepLogs:
             for name in ("value", "cumulated_batch_size") if one.meta.on_epoch else ():
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
-                    added.append((one, name, before, now - before, 1))
+                    added.append((one, name, before + unseen.get(name, 0), now - before, 1))
         for (metric, names), (state, _) in zip(self._metrics, self._states, strict=True):
             added += [(metric, name, state[name], getattr(metric, name) - state[name], 1) for name in names]
         if not added:
@@ -86,7 +130,9 @@ def _is_shared(one: Any) -> bool:
     return bool(one.is_tensor and one.meta.sync.should)
 
 
-def _sums_in(metric: Any) -> list[str]:
-    # States that are added up over ranks.
-    reductions = metric._reductions.items()
-    return [name for name, how in reductions if getattr(how, "__name__", "") == "dim_zero_sum"]
+def _is_sum(one: Any) -> bool:
+    return bool(one.is_tensor and (one.meta.is_mean_reduction or one.meta.is_sum_reduction))
+
+
+def _copy(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)  # of what a metric appends to

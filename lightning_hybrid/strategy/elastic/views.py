@@ -19,10 +19,14 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
 from lightning_hybrid.comm.health.consensus import OrderError, software
+from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
 from lightning_hybrid.comm.membership.view import View
 from lightning_hybrid.precision.skipped_steps import SkipFlag
+from lightning_hybrid.run_status import tensors_of_replica
+from lightning_hybrid.strategy.elastic.host_vote import HostVote
 from lightning_hybrid.strategy.elastic.option import Elastic
 
 # Views in a row in which a step fails although no host is lost: then the cause is another.
@@ -41,11 +45,21 @@ class Views:
     Attributes:
         ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
         committed: optimizer steps that this rank has.
-        shares_view: called in each new view, with its topology.
+        collected, take: return what the epoch has collected in logs and metrics, and take it from another host.
     """
 
-    def __init__(self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        option: Elastic,
+        strategy: Any,
+        *,
+        engine: ViewEngine,
+        timeout: timedelta,
+        collected: Callable[[], Any],
+        take: Callable[[Any], None],
+    ) -> None:
         self._strategy, self._engine, self._timeout = strategy, engine, timeout
+        self._collected, self._take = collected, take
         self.topology, self.seed = engine.topology, torch.initial_seed()
         self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
@@ -67,6 +81,7 @@ class Views:
             on_change=self._on_change,
             make_store=self._open_store,
         )
+        self._vote = HostVote(self.topology)  # now that a rank that is lost is seen
 
     # ---- from one view to the next -----------------------------------------------------------------------------------
 
@@ -90,6 +105,7 @@ class Views:
                 self._enter(view)
                 on_view(self.topology)
                 has_taken = self._share_state(view, is_in_step=is_in_step)
+                self._compare_replicas(view)
             except RuntimeError as error:
                 self.note(error)
             if self.agrees(not self.ended, "another rank of this host could not enter the view"):
@@ -109,6 +125,7 @@ class Views:
             store=view.store,
             number=view.number,
             timeout=self._timeout,
+            device=self._engine.device,
             spared=self._membership.fds,
         )
         self.groups.open()
@@ -150,19 +167,17 @@ class Views:
 
     def agrees(self, is_so: bool, otherwise: str) -> bool:
         """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
-        # Through the host's own group, which ends with no view: else one would wait here for another that has gone on.
-        if len(self.topology.node) > 1:
-            vote = torch.tensor([float(is_so)])
-            dist.all_reduce(vote, dist.ReduceOp.MIN)
-            if is_so and not vote:
-                self.ended = self.ended or otherwise
-            is_so = bool(vote)
-        return is_so
+        # By what ends with no view: else one would wait here for another that has gone on.
+        is_so_on_all = self._vote(is_so)
+        if is_so and not is_so_on_all:
+            self.ended = self.ended or otherwise
+        return is_so_on_all
 
     def _cut(self) -> None:
+        groups = self.groups  # of this view: to abort takes time
         self._engine.cut(f"comm: {self.ended}")
-        if self.groups is not None:
-            self.groups.cut()
+        if groups is not None:
+            groups.cut()
 
     def close(self) -> None:
         """End all sums of the view, and its groups."""
@@ -179,6 +194,7 @@ class Views:
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
+        self._vote.close()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -198,13 +214,14 @@ class Views:
             # By all ranks of the host: with `shard_update` each has a part.
             checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
             if me.id == source.id:
-                torch.save((self.seed, checkpoint), file := io.BytesIO())
+                torch.save((self.seed, checkpoint, self._collected()), file := io.BytesIO())
                 data = file.getvalue()
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
-        self.seed, checkpoint = torch.load(io.BytesIO(data), weights_only=True)
+        self.seed, checkpoint, collected = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
+        self._take(collected)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True
         return True
@@ -233,6 +250,28 @@ class Views:
                 state.skip_flag = SkipFlag(int(state.num_skipped) > before)
         finally:
             connector._loaded_checkpoint = {}
+
+    def _compare_replicas(self, view: View) -> None:
+        # As `ReplicaCheck` does: ranks of one place on their hosts have the same, with `shard_update` too.
+        assert self.groups is not None
+        if (world := self.groups.world) is None:
+            return
+        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(torch.device("cpu"))
+        own = {name: fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
+        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8)
+        combined = fingerprint.combine([*own.values(), fingerprint.of(names)])
+        least = torch.full((len(self.topology.node), 2), torch.iinfo(torch.int64).max)
+        least[self.topology.local_rank] = torch.stack([combined, ~combined])
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=world)
+        if torch.equal(least[:, 0], ~least[:, 1]):
+            return
+        values: list[dict[str, int]] = [{} for _ in view.members]
+        dist.all_gather_object(values, {name: int(value) for name, value in own.items()}, group=world)
+        raise ReplicaDriftError(
+            f"elastic: the hosts of view {view.number} do not hold the same model before step {view.target}: "
+            f"{first_difference(values, [one.host for one in view.members])}. A host that joined has not got what the "
+            "others have. Give every host the same code and libraries, and resume from a checkpoint."
+        )
 
 
 def hash_of(values: object) -> str:

@@ -1,7 +1,5 @@
 """Checkpoint files: which are there after a fit, what is in them, and what loading gives."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

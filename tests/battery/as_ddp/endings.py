@@ -1,7 +1,5 @@
 """How fits end, and what they leave in the process and of the module; what user code mocks meanwhile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """A fit with each of the trainer's settings: order of all hooks, state of the trainer, files, weights."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Methods of the strategy, as module, callbacks and user code call them within a fit."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from datetime import timedelta

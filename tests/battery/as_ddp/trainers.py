@@ -1,7 +1,5 @@
 """Methods and attributes of the trainer, and what it does with errors, interruptions and tuners."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

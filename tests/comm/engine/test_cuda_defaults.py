@@ -1,7 +1,6 @@
 """The defaults on CUDA: the backend's own all-reduce, in the buckets that DDP makes, until a plan says otherwise."""
 
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,41 +16,56 @@ from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, choose_plan
+from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, candidates, choose_plan
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.workload import StepWorkload
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import CommSetup
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")
 
 from tests.checkout import tracked_in
-from tests.evidence.planner import defaults
-from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of
+from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 
-README = Path(__file__).parents[3] / "recipes" / "records" / "simulate" / "README.md"
-
-
-@pytest.fixture(scope="module")
-def rows():
-    return {(row.cluster, row.num_nodes): row for row in defaults.defaults_rows()}
+NUM_NODES = (1, 2, 16, 256)
 
 
-@pytest.mark.parametrize("num_nodes", defaults.NUM_NODES)
-@pytest.mark.parametrize("name", defaults.CLUSTERS)
-def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name, num_nodes):
+@cache
+def gradients():
+    """Elements of ResNet-50's gradients in the order in which they get ready."""
+    return tuple(numel for layer in reversed(network("resnet50")) for numel in reversed(layer.numels))
+
+
+def step_of(numels, cluster, plan=None, **more):
+    """A step whose gradients, of fp16, are all ready at once."""
+    work = StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
+    return simulate(work, cluster, plan or CommPlan(), itemsize=2, **more)
+
+
+@pytest.mark.parametrize("name", ["hgx_h200", "dgx_h100", "dgx_a100", "cloud_100gbe", "p40_roce"])
+def test_auto_costs_no_more_than_the_backends_own_sum_in_ddps_buckets(name):
     """Those that torch itself makes of ResNet-50's gradients."""
-    numels, cluster = defaults.gradients(), cluster_of(name, num_nodes)
-    auto = simulate(defaults.work_without_overlap(numels), cluster, CommPlan(), itemsize=defaults.ITEMSIZE)
-    assert auto.step_s <= defaults.ddp_s(numels, cluster)
+    tensors = [torch.empty(numel, dtype=torch.float16, device="meta") for numel in gradients()]
+    buckets, _ = _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
+    of_ddp = {"algorithm": "nccl", "cuts": [max(bucket) + 1 for bucket in buckets]}
+    for cluster in (cluster_of(name, num_nodes) for num_nodes in NUM_NODES):
+        assert step_of(gradients(), cluster).step_s <= step_of(gradients(), cluster, **of_ddp).step_s
 
 
 @pytest.mark.long
-def test_a_hierarchy_is_chosen_where_it_clearly_wins(rows):
-    row = defaults.defaults_row("cloud_100gbe", 4)
-    assert row.best.plan.algorithm == "two_level"
-    assert row.best.step_s <= (1 - CLEARLY_LESS_BY_HIERARCHY) * row.flat_s
-    assert all(row.best.plan.algorithm in FLAT_ON_CUDA for row in rows.values())
-    assert all(row.best.step_s <= row.auto_s for row in rows.values())
+def test_a_hierarchy_is_chosen_where_it_clearly_wins():
+    def best_of(cluster):
+        work = StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in gradients()))
+        found = candidates(work, cluster, itemsize=2)
+        return found[0], min(one.step_s for one in found if one.plan.algorithm in FLAT_ON_CUDA)
+
+    best, flat_s = best_of(cluster_of("cloud_100gbe", 4))
+    assert best.plan.algorithm == "two_level"
+    assert best.step_s <= (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s
+    for cluster in (cluster_of("dgx_h100", num_nodes) for num_nodes in NUM_NODES):
+        best, _ = best_of(cluster)
+        assert best.plan.algorithm in FLAT_ON_CUDA
+        assert best.step_s <= step_of(gradients(), cluster).step_s
 
 
 def pieces_of(plan, numels, cluster):
@@ -79,14 +93,13 @@ IN_PIECES += [CommPlan(algorithm="two_level", bucket_bytes=size * MIB, num_bucke
 @pytest.mark.parametrize("num_nodes", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (4, 16, 256))])
 def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_nodes):
     """On clusters of conf/ with GPUs; and no plan that it chooses is slower in these pieces than flat."""
-    numels, names = defaults.gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
+    numels, names = gradients(), [path.stem for path in tracked_in(CLUSTERS, "*.yaml")]
     clusters = [cluster for name in names if isinstance((cluster := cluster_of(name, num_nodes)).transport, Nccl)]
     assert len(clusters) > 6
     for cluster in clusters[:: 3 if num_nodes == 2 else 1]:
-        work, flat = defaults.work_without_overlap(numels), CommPlan(algorithm="flat")
-        chosen = choose_plan(numels, cluster)
+        flat, chosen = CommPlan(algorithm="flat"), choose_plan(numels, cluster)
         for plan in [flat, chosen, *IN_PIECES]:
-            priced = simulate(work, cluster, plan, itemsize=2).first.spans
+            priced = step_of(numels, cluster, plan).first.spans
             pieces = pieces_of(plan, numels, cluster)
             num_stages = sum(len(cluster.stages(*piece)) for piece in pieces)
             assert len(priced) == num_stages, (cluster, plan)
@@ -104,11 +117,6 @@ def test_on_cuda_only_large_buckets_of_hierarchies_are_cut_and_into_four_at_most
     coarse = CommPlan(chunk_bytes=512 * MIB)
     assert coarse.num_chunks_for(1024 * MIB, "two_level", topology, on_cuda=True) == 1
     assert CommPlan().num_chunks_for(1024 * MIB, "parallel_flat", topology, on_cuda=True) == 1
-
-
-@pytest.mark.long
-def test_the_readme_has_the_rows_of_the_model(rows):
-    assert defaults.markdown(list(rows.values())) in README.read_text()
 
 
 @settings(max_examples=50)

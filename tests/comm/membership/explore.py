@@ -99,8 +99,6 @@ class Explorer:
                 machine.receive(args[0], marshal.loads(self._contents[args[1]]))
             else:
                 getattr(machine, name)(*(list(arg) if isinstance(arg, tuple) else arg for arg in args))
-            if machine.wants_store:
-                machine.give_store("s")
             out, machine.out = machine.out, []
             done: list = []
             for what in out:

@@ -104,7 +104,7 @@ MUTANTS = {
         "a host joins two, one is cut off",
     ),
     "does not tell who is left out": (
-        'self._exclude([host for host in before if host not in offer["next"]]',
+        'self._exclude([host for host in self.candidates() if host not in offer["next"]]',
         "self._exclude([]",
         "3 hosts, a cut",
     ),

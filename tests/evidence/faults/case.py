@@ -4,8 +4,6 @@ Steps, phases and ranks are our choice. Waits of collectives are limited to `tim
 the status collection and a silent store cost (`ALLOWED_S`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

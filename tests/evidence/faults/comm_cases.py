@@ -1,7 +1,5 @@
 """Faults of ranks and links, and the promise for each: an error on every rank that names the cause; or none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.evidence.faults.case import FaultCase

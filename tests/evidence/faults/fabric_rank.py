@@ -1,7 +1,5 @@
 """Rank of a short run of a user's own loop with Fabric, with a fault."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Injection of a fault: what is done to a rank, and in which phase of its training."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

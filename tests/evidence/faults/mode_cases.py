@@ -1,7 +1,5 @@
 """Battery of faults under other options, on 4 ranks as 2 x 2: every end is bounded, and names the rank at fault."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Options under which faults are injected."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of numbers, and the promise for each: skipped steps, a warning, or an error that names rank and batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.evidence.faults.case import FaultCase

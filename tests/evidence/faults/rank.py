@@ -1,7 +1,5 @@
 """Rank of a short training run with a fault."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -19,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_hybrid import Comm, Mean
 from lightning_hybrid.callbacks import NumericsMonitor, ReplicaCheck
-from lightning_hybrid.callbacks.tensor_hash import Fingerprint
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health import consensus
+from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from tests.evidence.faults.fabric_rank import train_with_fabric
 from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write_answer
 from tests.evidence.faults.modes import MODES

@@ -1,7 +1,5 @@
 """Faults that no rank notices by itself: one rank holds another model, or reads other data, than it should."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.evidence.faults.case import FaultCase

@@ -1,7 +1,5 @@
 """Outcomes of injected faults: one per case; a table, and JSON of all of them."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Iterable, Sequence

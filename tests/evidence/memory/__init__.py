@@ -1,1 +1,1 @@
-"""Count of bytes per parameter: `python -m tests.evidence.memory`."""
+"""Peak memory of a step."""

@@ -7,8 +7,6 @@ A step between two: moments and gradients are there before it. On `meta` nothing
 precision activations and weights are tracked; gradients, masters and moments are those of recipes/records/memory.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from typing import Any

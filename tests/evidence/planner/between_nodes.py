@@ -5,8 +5,6 @@ before NCCL's limits per channel, chunks and fabrics were in it (commit c84df1b9
 change: a source is read where the first byte of the SHA-256 of its name is even, and unread where it is odd.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math
@@ -14,7 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,6 +42,11 @@ class MeasuredRow:
     time_s: float
     size: str
     is_unread: bool
+
+    @cached_property
+    def now_s(self) -> float:
+        """The prediction of today."""
+        return cluster_of(self).alone_s("nccl", self.num_bytes)
 
 
 @cache
@@ -118,7 +121,7 @@ def cluster_of(row: MeasuredRow) -> Cluster:
 
 def now_s(row: MeasuredRow) -> float:
     """Predict a row."""
-    return cluster_of(row).alone_s("nccl", row.num_bytes)
+    return row.now_s
 
 
 def before_s(row: MeasuredRow) -> float:

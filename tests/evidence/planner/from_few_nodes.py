@@ -5,8 +5,6 @@ fewer nodes, are the curve of the cluster that predicts the others. Buckets: 256
 backward of half, once and twice one sum of all of it, in equal buckets on one stream, by the published times.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict
@@ -77,8 +75,9 @@ def median(kind: str, few: int, many: int) -> tuple[float, float]:
 def step_s(bucket_bytes: float, backward_s: float, sum_s: Callable[[float], float]) -> float:
     """Compute when the last of equal buckets is summed."""
     count, at_s = max(1, round(TOTAL / bucket_bytes)), 0.0
+    each_s = sum_s(TOTAL / count)
     for index in range(count):
-        at_s = max(at_s, (index + 1) / count * backward_s) + sum_s(TOTAL / count)
+        at_s = max(at_s, (index + 1) / count * backward_s) + each_s
     return at_s
 
 

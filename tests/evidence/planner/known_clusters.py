@@ -1,7 +1,5 @@
 """Clusters of conf/cluster and networks by name, for comparisons with what was published."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ def rows_of(record: str, predictions: Sequence[tuple[str, float]]) -> list[Publi
     """
     path = ROOT / "recipes" / "records" / "simulate" / record / "rows.jsonl"
     _, *rows = map(json.loads, path.read_text().splitlines())
-    rows = [row for row in rows if "PipeDream" not in row["what"]]  # made by a program that has left the tree
     named = [what for what, _ in predictions]
     if [row["what"] for row in rows] != named:
         raise ValueError(f"{path} (={len(rows)} rows) must have the rows {named}.")

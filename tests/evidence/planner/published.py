@@ -4,8 +4,6 @@ What was published, where, and what was assumed stands in the rows of the record
 the constants of conf/cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

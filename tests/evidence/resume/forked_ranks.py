@@ -1,7 +1,5 @@
 """Runs of `recipes/train.py` on forked ranks, which start in tenths of a second, and differences of two runs."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

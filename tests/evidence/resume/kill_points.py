@@ -1,7 +1,5 @@
 """Places in a run at which a rank can be killed: not by a clock, but by what it is doing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -6,8 +6,6 @@ if the second run ends as an undisturbed one: weights, averages, optimizer state
 the data and every row of metrics that does not come from a clock, to the bit.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Benchmarks measure what they say, and refuse what they cannot measure before they start any rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from torch import nn
 from recipes.benchmarks.gradient_sets import GradientSet, linear_8mib_shapes
 from recipes.benchmarks.report import Timing, cells, markdown, write_bench
 from recipes.cli import launch
-from recipes.gpu import updates
 from tests.recipes.composed import composed
 
 
@@ -77,37 +74,3 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "table.csv", "table.md", "bench.svg"}
-
-
-class FakeCuda:
-    """Writes down what is queued, and counts a millisecond of the device for each step between two events."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *args: self.calls.append(name)
-
-    def Event(self, enable_timing):
-        fake = self
-
-        class Event:
-            def record(self):
-                fake.calls.append("record")
-                self.num_steps = fake.calls.count("step")
-
-            def elapsed_time(self, end):
-                assert fake.calls[-1] == "synchronize"
-                return float(end.num_steps - self.num_steps)
-
-        return Event()
-
-
-def test_updates_on_cuda_are_queued_behind_a_sleep_and_timed_between_two_events(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", fake)
-    seconds, host_s = updates.time_one(lambda: fake.calls.append("step"), torch.device("cuda"), num_in_a_row=3)
-    timed = ["_sleep", "record", *["step"] * 3, "record", "synchronize"]
-    assert fake.calls == ["synchronize", "step", "synchronize", *timed]
-    assert seconds == pytest.approx(1e-3)
-    assert 0 < host_s < 1

@@ -1,7 +1,5 @@
 """Configurations of every recipe with one thing wrong, and how far each recipe gets with them: to where work starts."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

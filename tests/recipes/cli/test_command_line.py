@@ -1,7 +1,5 @@
 """Command lines before torch is imported: help of a screen, misspelt keys with a cure, names of commands."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

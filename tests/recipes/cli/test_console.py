@@ -1,7 +1,5 @@
 """The console command: quick answers, the command that a word names, completion in bash."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -45,15 +43,6 @@ def test_the_version_is_the_packages_and_an_unknown_command_is_one_message_and_e
     assert (done.returncode, done.stdout) == (2, "")
     rule = f"error: `COMMAND` (=trian) must be one of {', '.join(COMMANDS)}. Did you mean train? "
     assert done.stderr == f"{rule}`lightning-hybrid --help` says what each does.\n"
-
-
-@pytest.mark.parametrize("name", ["gpu-check", "simulate"])
-def test_a_command_is_the_program_of_its_name(name):
-    done = console(name, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"lightning-hybrid {name}" in done.stdout.replace("gpu-check", name)
-    assert f"{name.replace('-', '_')}.py" not in done.stdout
-    assert len(done.stdout.splitlines()) <= 24
 
 
 COMPLETED = {

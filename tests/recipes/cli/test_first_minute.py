@@ -1,7 +1,5 @@
 """The first second of a command: choices, values that cannot be, packages that are missing; no folder stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,9 +17,7 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
 @pytest.mark.parametrize(
     ("words", "code", "first"),
     [
-        ("--help", 0, "Train a network, test it"),
         ("strategy/between_nodes=?", 0, "strategy/between_nodes=\n  adasum                  Of the nodes"),
-        ("optm=?", 2, "error: `optm` must be a key of the configuration"),
         ("precision=fp16", 2, "error: `precision` (='fp16') must be"),
     ],
 )
@@ -51,6 +47,7 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert not list((tmp_path / "outputs").iterdir())
 
 
+@pytest.mark.long
 def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
     """Mutations: the shape of a convolution is left to torch; pictures are drawn unasked."""
     slow = "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}"

@@ -1,7 +1,5 @@
 """Whatever a user gives any key of any recipe: it is built, or refused by the name of the key with a cure."""
 
-from __future__ import annotations
-
 import json
 import re
 

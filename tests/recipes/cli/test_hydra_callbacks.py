@@ -1,7 +1,5 @@
 """What every recipe does before Hydra writes: environments and secrets refused in a line, streams that may end."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

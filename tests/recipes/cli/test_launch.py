@@ -1,7 +1,5 @@
 """Configuration: what is computed from it, what it may not say, and the words of its refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

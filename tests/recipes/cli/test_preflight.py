@@ -1,7 +1,5 @@
 """Launchers, ports, interfaces, disks that cannot work: refused before anything starts, by name and with a cure."""
 
-from __future__ import annotations
-
 import resource
 import socket
 

@@ -1,7 +1,5 @@
 """Ranks and batches of a step, by arithmetic alone."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """DALI decodes our bytes in our order with our crops: labels and resume as ever, pixels but for rounding."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -9,14 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_hybrid.data.prefetch import prefetch
 from recipes.datasets import dali
 from recipes.datasets.dali import JPEG_END, DaliFiller, dali_filler, decodable, has_dali
 from recipes.datasets.images.decode import CorruptImageError, check_decoder, decode_rgb
 from recipes.datasets.images.host_buffers import HostBuffers
 from recipes.datasets.images.imagenet import ImageNetDataModule
-from recipes.datasets.images.loader import ImageTrainLoader
-from recipes.datasets.images.normalize import NormalizeOnDevice
 from tests import toy
 from tests.recipes.datasets.images.pictures import encoded, image_of, pixels_of, write_root
 
@@ -173,27 +168,6 @@ def test_dali_that_fails_twice_in_a_row_over_sound_images_ends_the_run(root, mon
     else:
         found.extend(labels.tolist() for _, labels in batches)
     assert found == rows.source.labels[: 4 * num_batches].reshape(-1, 4).tolist()
-
-
-@needs_dali
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_images_are_decoded_where_they_are_used(root, device):
-    """On CUDA never run by us. There nvJPEG's arithmetic is not libjpeg's, and their difference is not published;
-    a wrong crop, flip or order of channels is tens of levels."""
-    rows = module_of(root, "pillow").train_rows
-    filler = DaliFiller(num_threads=2, device_id=None if device == "cpu" else 0)
-    order = module_of(root).train_dataloader().order
-    loader = ImageTrainLoader(rows, order, filler=filler, on_device=NormalizeOnDevice())
-    threads = read(module_of(root, "pillow").train_dataloader())
-    for (images, labels), (expected, their_labels) in zip(loader, threads, strict=True):
-        assert (images.device.type, images.dtype) == (device, torch.uint8)
-        assert images.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(labels, their_labels)
-        assert (images.cpu().int() - expected.int()).abs().float().mean() < (1 if device == "cpu" else 4)
-    ahead = prefetch(loader, torch.device(device))
-    for (images, _), (expected, _) in zip(ahead, read(module_epoch(root, 1)), strict=True):
-        normalised, _ = NormalizeOnDevice()((expected, None))
-        assert (images.cpu() - normalised).abs().mean() < (1 if device == "cpu" else 4) / 57  # levels by 255 * std
 
 
 def module_epoch(root, epoch, **changes):

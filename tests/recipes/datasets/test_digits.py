@@ -1,7 +1,5 @@
 """Digits, and loaders of images in memory: the split, views of images, places. Orders: `tests/data/test_order.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Glyphs: fonts that training has not seen, nothing blank, the same images every time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

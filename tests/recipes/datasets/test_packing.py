@@ -1,7 +1,5 @@
 """Packing: shuffled, resumable after a kill, whole or not at all; what is corrupt is listed."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

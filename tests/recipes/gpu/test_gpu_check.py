@@ -1,7 +1,5 @@
 """The check of a GPU: a check that fails, dies or hangs is a line and not the end; no Hydra and no wandb is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

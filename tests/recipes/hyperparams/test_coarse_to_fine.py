@@ -1,7 +1,5 @@
 """The search finds what was planted, forgets nothing, repeats nothing, and is ended by nothing that a trial does."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -43,18 +41,6 @@ def test_the_best_is_as_close_to_a_planted_optimum_as_the_finest_grid_allows(tmp
     (best,) = rates([best_of(run.seen())])
     assert abs(math.log10(best) - decade) <= 1 / 8 + 1e-5  # six digits of a rate
     assert len(run.seen()) == 5 + 2 + 2
-
-
-def test_two_axes_are_searched_together(tmp_path):
-    decay = Axis(key="decay", low=0.0, high=1.0, num=3, scale="linear")
-
-    def trial(overrides, limits):
-        lr, weight_decay = (float(override.partition("=")[2]) for override in overrides)
-        return TrialOutcome(overrides=overrides, status="done", value=abs(math.log10(lr)) + abs(weight_decay - 0.75))
-
-    run, _ = searched(tmp_path, trial, axes=(LR, decay))
-    assert best_of(run.seen()).overrides == ("lr=1", "decay=0.75")
-    assert len(run.seen()) == 15 + 8 + 8
 
 
 @pytest.mark.parametrize(("how", "num_workers"), [("fail_above", 2), ("diverge_above", 0)])

@@ -1,7 +1,5 @@
 """What a search reports, and Optuna as its other back end."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

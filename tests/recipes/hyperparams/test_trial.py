@@ -1,7 +1,5 @@
 """Trials are real runs of the training recipe: validated, tested if allowed, ended when they have lost."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
@@ -53,17 +51,6 @@ def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
     assert tested.curve == untested.curve
     assert [fraction for fraction, _ in tested.curve] == [0.5, 1.0]
     assert tested.metrics["num_steps"] == 4
-
-
-@pytest.mark.long
-def test_a_trial_behind_its_limit_is_stopped_and_one_before_it_is_not():
-    (_, middle), _ = trial("optim.lr=4").curve
-    stopped, done = (trial("optim.lr=4", limits=((0.4, limit),)) for limit in (middle - 1e-6, middle))
-    assert stopped.status == "stopped"
-    assert stopped.metrics["num_steps"] == 2
-    assert stopped.value == middle
-    assert "behind the median" in stopped.reason
-    assert done.status == "done"
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial():

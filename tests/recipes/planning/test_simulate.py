@@ -1,7 +1,5 @@
 """The planner says what it was asked, on every cluster described, and its comparisons with measurements hold."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -24,9 +22,8 @@ from recipes.planning.layers import measured_work, work_of
 from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
 from recipes.planning.simulate_report import SimulationReport
-from tests.checkout import ROOT, tracked_in
+from tests.checkout import tracked_in
 from tests.evidence.planner import emulated
-from tests.evidence.planner.compression_rows import CASES
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
 from tests.evidence.planner.published import published_rows
 from tests.recipes.composed import composed
@@ -140,12 +137,6 @@ def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monke
     found = reported(monkeypatch, *ask.split(), "scaling_ranks=[]").answer()
     assert re.search(ANSWERS[ask], found)
     assert found.count("ewer bits between nodes") == ("every" not in ask)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_readme_says_what_the_model_does(case):
-    assert f"\n{case.row()}\n" in (ROOT / "lightning_hybrid" / "planning" / "README.md").read_text()
 
 
 def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():

@@ -1,12 +1,7 @@
 """What is measured is written so that the simulator and the strategy take it, and what cannot be is refused in time."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
-import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -190,28 +185,3 @@ def test_the_step_to_plan_for_is_the_models_from_its_end_and_at_the_rate_that_is
     model = instantiate(configured("model=alexnet_bn").model)
     assert bare.gradients[0][0] == list(model.parameters())[-1].numel()
     assert sum(numel for numel, _ in bare.gradients) == sum(p.numel() for p in model.parameters())
-
-
-ORPHAN = """
-import os, subprocess, sys, time
-from recipes.planning import tune_setup
-if len(sys.argv) > 1:
-    tune_setup.end_with_parent()
-    print(os.getpid(), flush=True)
-    time.sleep(120)
-subprocess.Popen([sys.executable, __file__, "child"], env=os.environ | {"LOCAL_RANK": "1"})
-time.sleep(120)
-"""
-
-
-@pytest.mark.long
-def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path):
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "orphan.py")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        assert int(parent.stdout.readline()) != parent.pid
-        parent.kill()
-        before_s = time.monotonic()
-        parent.stdout.read()  # the pipe closes when the last that holds it has ended
-    assert time.monotonic() - before_s < 60, "the child would sleep for two minutes"

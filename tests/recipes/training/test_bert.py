@@ -48,7 +48,7 @@ def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None):
 def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
     whole, _ = fitted(text, "trainer.devices=1")
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
-    for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,), (2, "batch_size_per_rank=2")):
+    for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,)):
         words = (f"trainer.devices={num_ranks}", *overrides)
         of_ranks = [fitted(text, *words)] if num_ranks == 1 else rank_pool.ranks(num_ranks).run(fitted, text, *words)
         torch.testing.assert_close(sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0)
@@ -60,14 +60,15 @@ def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(text):
     whole, _ = fitted(text, "trainer.devices=1")
     band = (fitted(text, "trainer.devices=1", spoil=1e-3)[0] - whole).abs().max()
     half, _ = fitted(text, "trainer.devices=1", "precision=16-true")
-    bf16, _ = fitted(text, "trainer.devices=1", "precision=bf16-true")
-    print(band, (half - whole).abs(), (bf16 - whole).abs())
     assert 0 < (half - whole).abs().max() < band
 
 
 def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):
     """Dropout is on, and the checkpoint is within an epoch; the second run hides what the first would have."""
-    path, words = str(tmp_path / "some.ckpt"), ("trainer.devices=1", "model.dropout=0.1", "precision=16-true")
+    path, words = (
+        str(tmp_path / "some.ckpt"),
+        ("trainer.devices=1", "model.dropout=0.1", "precision=16-true", "trainer.max_steps=10"),
+    )
     losses, weights = fitted(text, *words, callbacks=[Saves(path, step=7)])
     rest, again = fitted(text, *words, ckpt_path=path)
     assert torch.equal(losses[7:], rest)

@@ -1,7 +1,5 @@
 """The recipe's module: fp32 loss, schedule over the whole run, one network judged by all ranks."""
 
-from __future__ import annotations
-
 import logging
 import logging.handlers
 import re

@@ -1,7 +1,5 @@
 """Runs side by side: what differs, what they ended with, and words for what is no run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

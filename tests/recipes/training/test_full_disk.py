@@ -1,7 +1,5 @@
 """A disk that takes no more: rows and pictures are said to be missing, and the run goes on."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`strategy=pipeline` on the command line of a recipe."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images of one's own: one command trains on them; where it cannot, one message says the command that does."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

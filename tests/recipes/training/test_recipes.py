@@ -1,7 +1,5 @@
 """The recipes of the networks: numbers as published, every part of them run, small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from, that its rows go on too, and that a killed run ends as an undisturbed one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tracking: what W&B receives, that a resumed run goes on in its run, and what happens where there is no tracker."""
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import contextmanager

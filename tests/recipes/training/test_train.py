@@ -1,7 +1,5 @@
 """The main job as a user starts it: real processes, real files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.callbacks.metrics import metric_of
 from tests.checkout import ROOT
 from tests.programs import run_program
 from tests.recipes.training.wandb_file import runs_in
@@ -40,36 +37,6 @@ def succeed(*overrides: str, command: list[str] = TRAIN) -> str:
 
 def last_checkpoint(run_dir: Path) -> dict:
     return torch.load(run_dir / "checkpoints/last.ckpt", weights_only=True)
-
-
-def repeatable_curves(checkpoint: dict) -> dict[str, list]:
-    """Every value of every metric that does not come from a clock."""
-    curves = checkpoint["callbacks"]["RunReport"]["curves"]
-    return {name: points for name, points in curves.items() if not metric_of(name).from_clock}
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_killed_run_resumes_to_the_bit(tmp_path):
-    """Killed in the second epoch, resumed from the middle of the first; dropout, shifts and fp16 scaling all on.
-
-    Until it was killed, the killed run was also a second run with the same seed: its metrics must be the same.
-    """
-    whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))
-    succeed(*SHORT, f"hydra.run.dir={whole}")
-    kill = "+callbacks.kill={_target_: tests.recipes.probe.Kill, after_step: 11}"
-    done = run(*SHORT, kill, "callbacks.last.every_n_train_steps=7", f"hydra.run.dir={killed}")
-    assert done.returncode == -9, done.stdout + done.stderr
-    assert last_checkpoint(killed)["global_step"] == 7
-    succeed(*SHORT, f"resume={killed}/checkpoints/last.ckpt", f"hydra.run.dir={resumed}")
-
-    expected, found = last_checkpoint(whole), last_checkpoint(resumed)
-    assert expected["global_step"] == 18
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "MasterWeightPrecision", "global_step"):
-        assert same(expected[part], found[part]), part
-    assert same(repeatable_curves(expected), repeatable_curves(found))
-    assert len(repeatable_curves(found)["train/loss"]) == 18
-    assert (resumed / "run.png").is_file()
 
 
 @pytest.mark.long

@@ -4,8 +4,6 @@ A file is a header of 7 bytes, then blocks of 32 KiB of chunks: checksum (4 byte
 is one chunk, or a first, some middle and a last one; what is left of a block and cannot hold a header is zeros.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -28,6 +28,22 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_
     assert is_exact(found), found
 
 
+def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
+    warm_context()
+    run = recovery.Hosts(
+        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "b"}
+    )
+    for name in "ab":
+        run.start(name)
+    with pytest.raises(
+        RuntimeError, match=r"ReplicaDriftError.*`head.bias` on rank 1 \(host .*\) is not that of rank 0"
+    ):
+        run.wait("an error", lambda: False)
+    assert not any(row["event"] == "step" for row in run.rows)
+    for name in "ab":
+        run.end(name)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
@@ -35,7 +51,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_
         {"ranks": 2, "kinds": ["split", "stop"], "losses": 2},
         {"ranks": 2, "kinds": ["kill"], "with": ["shard_update", "int8"]},
         {"kinds": ["validation", "checkpoint", "joining"], "losses": 3},
-        {"hosts": 3, "lost": 2, "kinds": ["kill"]},
+        {"hosts": 4, "lost": 2, "kinds": ["split"], "with": ["int8"]},
     ],
     ids=str,
 )

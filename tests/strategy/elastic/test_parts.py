@@ -1,6 +1,5 @@
 """What an elastic step is made of: shards, flat buckets, logs."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from torchmetrics import MeanMetric
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
+from tests.netlab.recovery import parts_of
 
 NUM_SHARDS = 4
 
@@ -106,6 +106,12 @@ def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
         assert torch.equal(one.grad, before * 2)
 
 
+def test_a_step_is_of_the_view_of_who_made_it_and_not_of_who_took_it_later() -> None:
+    seen = [(0.0, 0, 4, 1), (0.1, 1, 4, 1), (0.3, 1, 2, 2), (0.4, 2, 2, 2), (0.5, 3, 2, 3)]
+    rows = [dict(zip(("t", "step", "hosts", "view"), row, strict=True), event="step") for row in seen]
+    assert parts_of(rows[::-1]) == [(0, 2, 4), (2, 3, 2), (3, 4, 2)]
+
+
 class Logging(pl.LightningModule):
     """Logs in each of the ways that count otherwise."""
 
@@ -124,23 +130,31 @@ def as_it_is(value: Any, **_: Any) -> Any:
     return value
 
 
-def logged_by(shards: list[float], *, attempts: int) -> dict[str, float]:
-    """Log two steps of these shards, of which all but the last attempt are dropped."""
+def logged_by(
+    shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
+) -> dict[str, float]:
+    """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-    from lightning_hybrid.strategy.elastic.step_logs import StepLogs
+    from lightning_hybrid.strategy.elastic.step_logs import StepLogs, collected, summed_metrics, take
 
-    module = Logging()
-    results = _ResultCollection(training=True)
-    module._trainer = SimpleNamespace(_results=results)  # type: ignore[assignment]
+    def started() -> tuple[Logging, _ResultCollection]:
+        module, results = Logging(), _ResultCollection(training=True)
 
-    def log(name: str, value: float, **options: Any) -> None:
-        options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
-        results.log("training_step", name, torch.tensor(float(value)), **options)
+        def log(name: str, value: float, **options: Any) -> None:
+            options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
+            results.log("training_step", name, torch.tensor(float(value)), **options)
 
-    object.__setattr__(module, "log", log)
-    for _ in range(2):
-        logs = StepLogs(module)
+        object.__setattr__(module, "log", log)
+        return module, results
+
+    (module, results), sent = started(), {"values": {}}
+    for step in range(steps):
+        if step == joins_after:
+            sent = collected(results, summed_metrics(module))
+            module, results = started()
+            take(sent, results, summed_metrics(module))
+        logs = StepLogs(results, summed_metrics(module), sent["values"])
         for _ in range(attempts):
             logs.restore()
             for value in shards:
@@ -159,3 +173,10 @@ def logged_by(shards: list[float], *, attempts: int) -> dict[str, float]:
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_what_is_averaged_over_ranks_counts_all_shards_and_what_is_not_the_first(attempts: int) -> None:
     assert logged_by([1.0, 2.0, 6.0], attempts=attempts) == {"own": 2.0, "of_step": 3.0, "of_epoch": 3.0, "metric": 3.0}
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_host_that_joins_counts_what_was_logged_before(attempts: int) -> None:
+    always = logged_by([1.0, 2.0, 6.0], attempts=1, steps=4)
+    assert logged_by([1.0, 2.0, 6.0], attempts=attempts, steps=4, joins_after=1) == always
+    assert always["own"] == 4.0

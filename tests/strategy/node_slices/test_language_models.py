@@ -1,7 +1,5 @@
 """Transformers cut over the ranks of a node: attention by heads, feed-forward by features, both ends by tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 
@@ -138,13 +136,13 @@ def mean_losses(seen):
 @pytest.mark.parametrize(
     ("optimizer", "precision", "num_ranks", "scene"),
     [
-        (lamb, "32-true", 2, {}),
         (sgd, "64-true", 4, {"ranks_per_node": 2}),
         (lars, "16-true", 2, {"make_net": SEQUENCE_FIRST}),
-        pytest.param(lamb, "32-true", 4, {"ranks_per_node": 2, "make_net": Bert}, marks=OF_TRANSFORMERS),
+        pytest.param(lamb, "32-true", 4, {"ranks_per_node": 2, "make_net": Bert}, marks=[LONG, OF_TRANSFORMERS]),
         *[
             pytest.param(*values, marks=LONG)
             for values in (
+                (lamb, "32-true", 2, {}),
                 *[(lamb, precision, 4, {"ranks_per_node": 2}) for precision in ("32-true", "16-true")],
                 (lamb, "64-true", 4, {}),
                 (sgd, "32-true", 4, {}),

@@ -1,7 +1,5 @@
 """Layers cut over the ranks of a node in a fit: what whole layers would do, up to the order of additions."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Heads and attention cut over the ranks of a node, held against whole ones; and what is refused in a step."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Small image sets on disk: photo-like images of different sizes whose pixels tell their class and number."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

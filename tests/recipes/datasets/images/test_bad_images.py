@@ -1,7 +1,7 @@
 """Bad input: an error before work starts that names the cure, or another image in the broken one's place, counted."""
 
-import logging
 import shutil
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, how):
+def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, how):
     """The next of the set; batches keep their shape, and the rest of the pixels does not change."""
     sound = module_of(root, global_batch_size=17)
     (expected, labels), *_ = sound.train_dataloader()
@@ -142,7 +142,7 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, ho
     SPOILED[how](root / "train" / sound.train_rows.source.name(broken).split("train/")[1].lstrip("/"))
 
     module = module_of(root, global_batch_size=17)
-    with caplog.at_level(logging.WARNING):
+    with TestCase().assertLogs("recipes") as said:
         (images, found), *_ = module.train_dataloader()
         assert images.shape == expected.shape
         first = images.clone()
@@ -157,7 +157,7 @@ def test_another_image_stands_in_for_a_broken_one_on_every_rank(root, caplog, ho
     render_crop(pixels, row, sound.train_crop.frame(*pixels.shape[:2], image=broken, epoch=0))
     assert torch.equal(first[place], row)
     assert list(module.train_rows.corrupt) == [broken]
-    messages = [record.message for record in caplog.records if "cannot be read" in record.message]
+    messages = [record.message for record in said.records if "cannot be read" in record.message]
     assert len(messages) == 2  # one of each module, however often it is read
     assert sound.train_rows.source.name(broken) in messages[0]
     assert "1 of at most 16" in messages[0]
@@ -215,7 +215,7 @@ def test_images_are_decoded_by_the_decoder_that_was_chosen(monkeypatch):
     assert used == ["simplejpeg"]
 
 
-def test_a_flipped_bit_in_a_shard_is_found_when_read(shards, caplog):
+def test_a_flipped_bit_in_a_shard_is_found_when_read(shards):
     before = ShardedImages(shards / "train")
     path, index = shards / "train" / "shard-00000.bin", before.index
     data = bytearray(path.read_bytes())
@@ -227,8 +227,7 @@ def test_a_flipped_bit_in_a_shard_is_found_when_read(shards, caplog):
     assert damaged_shards(shards / "train") == ["shard-00000.bin"]
     assert damaged_shards(shards / "val") == []
     module = module_of(shards, global_batch_size=17)
-    with caplog.at_level(logging.WARNING):
-        assert [tuple(images.shape) for images, _ in module.train_dataloader()] == [(17, 3, 16, 16)]
+    assert [tuple(images.shape) for images, _ in module.train_dataloader()] == [(17, 3, 16, 16)]
     assert list(module.train_rows.corrupt) == [1]
 
 

@@ -1,7 +1,5 @@
 """ImageNet's data module: the same images from folders and shards, on any ranks and strategy; resumed exactly."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Shards: an index appears whole or not at all and is never believed blindly; descriptors are closed by their owner."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from dataclasses import replace

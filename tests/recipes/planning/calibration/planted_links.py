@@ -1,7 +1,5 @@
 """Samples as a cluster that is known would give them, for tests of what is fitted to samples."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from lightning_hybrid.planning.cluster import Cluster

@@ -1,14 +1,11 @@
 """Sums between nodes in fewer bits: bytes of the engine's own formula, time of the codec, and when they pay."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.comm import traffic_of
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cluster_costs import OURS
 from lightning_hybrid.planning.cost import Link
 from lightning_hybrid.planning.cost_gloo import Gloo
 from lightning_hybrid.planning.node_wire import CodecRates, NodeWire
@@ -52,42 +49,11 @@ def test_with_one_rank_per_node_every_algorithm_sends_the_same_coded_bytes(trans
     assert stage.work_s * 1e9 == pytest.approx(2 * (num_nodes - 1) / num_nodes * INT4.num_bytes(SIZE), rel=1e-9)
 
 
-def test_fp32_buckets_are_halved_by_float16_between_nodes_and_fp16_ones_are_left():
-    wide, half = (NodeWire(name="float16", itemsize=itemsize) for itemsize in (4, 2))
-    found = cluster(3, 2)
-    for algorithm in OURS:
-        assert across_bytes(found, algorithm, wide) == pytest.approx(across_bytes(found, algorithm, None) / 2)
-        assert found.stages(algorithm, SIZE, half) == found.stages(algorithm, SIZE)
-    assert found.codec_s("two_level", SIZE, wide) == 0.0
-
-
 def test_small_gradients_are_sent_as_whole_blocks():
     """Sixteen gradients of one element become sixteen blocks of 256."""
     work = StepWorkload(forward_s=0.0, gradients=((1, 0.0),) * 16)
     found = [simulate(work, cluster(2, 2), CommPlan(), itemsize=2, on_cuda=False, wire=w) for w in (None, INT8)]
     assert [sum(bucket.numel for bucket in outcome.buckets) for outcome in found] == [16, 16 * 256]
-
-
-@pytest.mark.parametrize("transport", [FREE_GLOO, NCCL], ids=["gloo", "nccl"])
-def test_on_one_node_nothing_changes(transport):
-    found = cluster(1, 4, transport=transport)
-    for algorithm in OURS:
-        assert found.stages(algorithm, SIZE, INT8) == found.stages(algorithm, SIZE)
-    ask = {"itemsize": 2, "on_cuda": transport is NCCL}
-    steps = [simulate(SIXTEEN, found, CommPlan(), wire=wire, **ask) for wire in (None, INT8)]
-    assert steps[0].first == steps[1].first
-    assert compressed_steps(SIXTEEN, found, [CommPlan()], **ask) == ()
-
-
-def test_the_codec_takes_its_time_in_the_stage_between_nodes():
-    """Two nodes: 1 GB/s of float32, of which a rank of two has a half; four nodes encode a quarter once more."""
-    slow = CodecRates(int8_bytes_per_s=1e9, int4_bytes_per_s=5e8)
-    for num_nodes, num_times in ((2, 1.0), (4, 1.25)):
-        free, taken = (cluster(num_nodes, 2, codec=rates) for rates in (CodecRates(int8_bytes_per_s=1e30), slow))
-        more_s = taken.alone_s("two_level", SIZE, INT8) - free.alone_s("two_level", SIZE, INT8)
-        assert more_s == pytest.approx(num_times * 4 * (SIZE / 2) / 2 / 1e9, rel=1e-6)
-        assert taken.codec_s("two_level", SIZE, INT8) == pytest.approx(more_s, rel=1e-6)
-        assert taken.codec_s("hierarchical", SIZE, INT4) == pytest.approx(4 * more_s, rel=1e-6)  # one rank has all
 
 
 def test_ranks_that_share_cores_encode_one_after_another():
@@ -125,15 +91,6 @@ def test_plans_for_a_codec_add_up_in_nodes_first(transport, on_cuda):
     assert kinds <= {"hierarchical", "two_level"} | (set() if on_cuda else {"auto"})
     with pytest.raises(ValueError, match=r"`algorithm` \(='flat'\) has no stage between nodes, .* \(='int8'\)"):
         simulate(BARE, found, CommPlan(algorithm="flat"), wire=INT8, **ask)
-
-
-def test_sums_of_others_have_no_other_form_between_nodes():
-    with pytest.raises(ValueError, match=r"`algorithm` \(='nccl'\) must be one of flat, .* \(='int8'\)"):
-        cluster(2, 2, transport=NCCL).stages("nccl", SIZE, INT8)
-    with pytest.raises(ValueError, match=r"`comm_dtype_across_nodes` \(='int2'\) must be one of 'float16'"):
-        NodeWire(name="int2", itemsize=2)
-    with pytest.raises(ValueError, match=r"`codec.int4_bytes_per_s` \(=0\) must be positive"):
-        CodecRates(int4_bytes_per_s=0)
 
 
 def steps_on(mbit_per_s, work, **more):

@@ -1,7 +1,5 @@
 """Failures of a run: Daly's interval against all others, and expected times against simulated runs."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

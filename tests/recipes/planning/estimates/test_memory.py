@@ -1,7 +1,5 @@
 """Bytes of a rank against what was measured and published, and the order of what to try."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Simulated pipelines against the formulas of the papers, and against torch's own order of work."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

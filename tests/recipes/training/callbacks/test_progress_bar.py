@@ -1,7 +1,5 @@
 """The progress bar: what it shows, when it reads, which bar it is."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Random numbers of a step."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checkpoints of steps are not written where a resumed run would leave out a validation."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

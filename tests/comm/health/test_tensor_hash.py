@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.callbacks.tensor_hash import _BLOCK_ROWS, _ROW, Fingerprint
+from lightning_hybrid.comm.health.tensor_hash import _BLOCK_ROWS, _ROW, Fingerprint
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SIZES = [0, 1, 3, _ROW - 1, _ROW, _ROW + 1, 3 * _ROW + 5, _BLOCK_ROWS * _ROW + 7]

@@ -1,0 +1,244 @@
+"""JSON messages between ranks, one a line, over sockets that one thread serves for a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from lightning_hybrid.comm.membership.view import Settings
+
+log = logging.getLogger(__name__)
+
+LIMIT = 64 * 1024  # bytes of a message
+
+# What a connection may hold back for a peer that does not read: one that is stopped, and soon lost.
+MOST_UNSENT = 4 * 1024 * 1024
+
+# How a dead process shows. Other errors are of the network, and no proof.
+DEATH = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
+
+# How long a connection may stay without a greeting, and how long `close` waits until the last words are sent.
+GREETING_S = 10.0
+LAST_WORDS_S = 0.5
+
+
+class MalformedError(ValueError):
+    """What came is no message."""
+
+
+class Connection(asyncio.Protocol):
+    """One socket, connected or about to be, of a `SocketThread`; what comes before `trust` goes to its `greet`."""
+
+    def __init__(self, sock: socket.socket, thread: SocketThread) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self._thread, self.since_s = sock, thread, monotonic()
+        self.peer, self.is_trusted, self.is_connected = "a stranger", False, False
+        self._received, self._unsent = b"", b""
+        self.opening: asyncio.Task[None] | None = None
+        self._read: Callable[[dict[str, Any]], None] = lambda message: thread.greet(self, message)
+        self._ended: Callable[[bool], None] = lambda is_dead: None
+
+    def trust(self, peer: str, read: Callable[[dict[str, Any]], None], ended: Callable[[bool], None]) -> None:
+        """Give all further messages to `read`, and say to `ended` whether the process at the other end surely died."""
+        self.peer, self.is_trusted, self._read, self._ended = peer, True, read, ended
+
+    def send(self, **message: Any) -> None:
+        """Send a message, now or as soon as the socket takes it."""
+        line = json.dumps(message).encode() + b"\n"
+        if len(line) > LIMIT:
+            raise MalformedError(f"a message of {len(line)} bytes is longer than {LIMIT}: too many hosts")
+        if not self.is_connected:
+            self._unsent += line if len(self._unsent) < MOST_UNSENT else b""
+        elif self.num_unsent() < MOST_UNSENT:
+            self._transport.write(line)
+
+    def num_unsent(self) -> int:
+        """Return how many bytes the socket has not taken."""
+        return self._transport.get_write_buffer_size() if self.is_connected else 0
+
+    def drop(self) -> None:
+        """Close it; this is no end to tell of."""
+        self._thread.sockets.pop(self.sock, None)
+        if self.is_connected:
+            self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        """Send what was held back."""
+        self._transport, self.is_connected = transport, True
+        transport.write(self._unsent)
+
+    def data_received(self, data: bytes) -> None:
+        """Read the messages that have come; others close the connection."""
+        *lines, self._received = (self._received + data).split(b"\n")
+        try:
+            if max(map(len, [*lines, self._received])) > LIMIT:
+                raise MalformedError("not a message")
+            for line in lines:
+                if self.sock in self._thread.sockets:
+                    self._read(json.loads(line))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+            log.warning("elastic: closed a connection of %s: %r", self.peer, error)
+            self.drop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell of the end, where it is not this rank that has closed it."""
+        self.sock.close()
+        if self._thread.sockets.pop(self.sock, None):
+            self._ended(error is None or getattr(error, "errno", 0) in DEATH)
+
+
+class SocketThread:
+    """One rank's part; all but `post`, `fds` and `close` happens in its thread, which ends with `close`.
+
+    `deliver` gets, in this thread: `("view", proposal)`, `("change", why)`, `("isolated", why)`, `("refused", why)`,
+    and `("lost", why)` where a rank of this host is gone.
+    """
+
+    key = ""  # of this host, once known
+
+    def __init__(self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket) -> None:
+        self._settings, self._deliver = settings, deliver
+        self.sockets: dict[socket.socket, Connection | None] = dict.fromkeys(listeners)
+        self._loop = asyncio.SelectorEventLoop()
+        self._loop.set_exception_handler(self._crash)
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+        # A forked worker that kept the sockets would hide the death of this process from the others.
+        os.register_at_fork(after_in_child=_closer(weakref.ref(self)))
+
+    # ---- what differs ------------------------------------------------------------------------------------------------
+
+    def greet(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Take a first message."""
+        raise MalformedError("no greeting")
+
+    def tick(self, now: float, is_late: bool) -> None:
+        """Do what time asks for; `is_late`: this thread itself was away so long that others were not heard."""
+        raise NotImplementedError
+
+    # ---- from any thread ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, command: Callable[..., object], *arguments: Any) -> None:
+        """Run a command in the thread, soon."""
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(command, *arguments)
+
+    def fds(self) -> set[int]:
+        """Return the numbers of all sockets."""
+        return {each.fileno() for each in list(self.sockets)}
+
+    def close(self) -> None:
+        """Send what is unsent, for a short time; end the thread and close all sockets."""
+        self.post(self._end.cancel)
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * LAST_WORDS_S + self._settings.tick_s)
+
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+
+    def open(self, sock: socket.socket, address: str = "") -> Connection:
+        """Take a socket that is connected, or begin to connect it to an "ip:port"."""
+        self.sockets[sock] = connection = Connection(sock, self)
+        connection.opening = self._loop.create_task(self._open(connection, address))
+        return connection
+
+    async def _open(self, connection: Connection, address: str) -> None:
+        try:
+            if address:
+                await self._loop.sock_connect(connection.sock, split(address))
+            await self._loop.connect_accepted_socket(lambda: connection, connection.sock)
+        except OSError as error:
+            connection.connection_lost(error)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            self.open(listener.accept()[0])
+
+    def _connections(self) -> list[Connection]:
+        return [each for each in self.sockets.values() if each]
+
+    def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # No caller can catch it: all sockets close at once, as if this rank died.
+        if not self._end.done():
+            self._end.set_exception(context.get("exception") or RuntimeError(context["message"]))
+            self._close_all()
+
+    def _close_all(self) -> None:
+        for each in list(self.sockets):
+            each.close()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except Exception as error:
+            self._deliver("isolated", f"its own thread failed: {error!r}")
+            raise
+
+    async def _serve(self) -> None:
+        for listener in self.sockets:
+            listener.setblocking(False)
+            self._loop.add_reader(listener, self._accept, listener)
+        last_s = monotonic()
+        try:
+            while not (await asyncio.wait([self._end], timeout=self._settings.tick_s))[0]:
+                is_late, last_s = monotonic() - last_s > self._settings.silent_s / 2, monotonic()
+                self.tick(last_s, is_late)
+                for each in self._connections():
+                    if not each.is_trusted and last_s - each.since_s > GREETING_S:
+                        each.drop()
+            if not self._end.cancelled():
+                self._end.result()
+            while monotonic() - last_s < LAST_WORDS_S and any(each.num_unsent() for each in self._connections()):
+                await asyncio.sleep(0.01)
+        finally:
+            for each in self._connections():
+                each.drop()
+            await asyncio.sleep(0)
+            self._close_all()
+
+
+def _closer(of_thread: weakref.ref[SocketThread]) -> Callable[[], None]:
+    def close() -> None:
+        if (each := of_thread()) is not None:
+            each._close_all()
+
+    return close
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return ip and port of an "ip:port"."""
+    ip, _, port = address.rpartition(":")
+    return ip, int(port)
+
+
+def own_ip_towards(address: str) -> str:
+    """Return the address of the interface through which `address` is reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(split(address))
+        return str(probe.getsockname()[0])
+
+
+def listen(address: Any, family: int = socket.AF_INET) -> socket.socket | None:
+    """Listen on one address; None where it is another host's, or taken."""
+    try:
+        return socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+        raise

@@ -1,0 +1,63 @@
+"""A host that is lost while the run goes on: two hosts of one process, on a GPU each or on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid import Elastic, HybridAllReduceStrategy
+from recipes.gpu.fits import Small, loader, same_bits, short_fit
+from recipes.gpu.runner import Details, Given
+from recipes.gpu.worlds import run_world, use_other_class
+
+LOST, LOST_AT = 1, 6  # which host, and in the backward of which of its shards
+
+
+def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
+    """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
+    if is_other_class:
+        use_other_class(given)
+    backend = "nccl" if given.on_cuda and torch.cuda.device_count() > 1 else "gloo"  # NCCL takes one rank on a GPU
+    weights = []
+    for may_die in ((), (LOST,)):
+        run = partial(_be_host, backend, _free_addresses(), bool(may_die))
+        answers = run_world(given, run, num_ranks=2, limit_s=0.45 * given.limit_s, may_die=may_die)
+        assert bool(may_die) != bool(answers[LOST]), "a host must be lost, in the second run alone"
+        weights.append(torch.load(given.folder / "weights.pt", weights_only=True))
+    same_bits(weights[1], weights[0], "without one of two hosts")
+    return {"message": f"{backend}: the other host went on, to the bits of the undisturbed run"}
+
+
+def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, num_ranks: int) -> Details:
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}  # a launch of its own
+    os.environ |= {name: str(value) for name, value in alone.items()}
+    if backend == "nccl":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    count = [0]
+
+    def lose(grad: Tensor) -> None:
+        count[0] += 1
+        if count[0] == LOST_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    elastic = Elastic(max_hosts=2, min_hosts=1 if is_lost else 2, meet=meet)
+    strategy: Any = HybridAllReduceStrategy(elastic=elastic, process_group_backend=backend)
+    module = Small(on_hidden=lose if is_lost and rank == LOST else None)
+    weights = short_fit(given, module, "32-true", strategy=strategy, data=loader())
+    if rank != LOST:
+        torch.save(weights, given.folder / "weights.pt")
+    return {"steps": module.trainer.global_step}
+
+
+def _free_addresses() -> str:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        return ",".join(f"127.0.0.1:{one.getsockname()[1]}" for one in probes)

@@ -1,0 +1,114 @@
+"""Groups of an elastic run's view on CUDA, by groups of NCCL's that only record, and its engine before any view."""
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.comm.engine import view_groups
+from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.comm.engine.view_groups import ViewGroups
+
+torch_groups = dist.distributed_c10d
+SCOPES = {"all_reduce": "world", "scatter_reduce": "node", "shard_all_reduce": "across", "gather": "node"}
+LIMIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def happened(monkeypatch):
+    """What happens to groups and device, in its order; `device`: does what the device does until it is through."""
+    seen = SimpleNamespace(calls=[], device=lambda: None)
+
+    class Group:
+        def __init__(self, name, backend):
+            self.name, self.backend = name.split(", ")[1], backend
+
+        def abort(self):
+            seen.calls.append(("abort", self.name))
+
+    def make(size, rank, ranks, backend, store, *, group_name, backend_options=None, device_id=None, **_):
+        # A bound device without `lazy_init`: torch would split the group of the host, and wait for its other ranks.
+        assert (backend == "nccl") == (device_id == torch.device("cuda:0")) == bool(backend_options)
+        assert backend != "nccl" or backend_options.lazy_init
+        seen.calls.append((backend, group_name.split(", ")[1], size))
+        return Group(group_name, backend), store
+
+    def synchronize(device):
+        seen.device()
+        seen.calls.append(("synchronize", str(device)))
+
+    monkeypatch.setattr(torch_groups, "_new_process_group_helper", make)
+    monkeypatch.setattr(torch_groups, "_abort_process_group", lambda group: seen.calls.append(("forget", group.name)))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(view_groups, "ABORT_LIMIT_S", 0.5)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    for name, value in {"get_rank": 0, "get_world_size": 4, "is_initialized": True}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(torch_groups, "_get_default_group", lambda: pytest.fail("that of a host outlives the view"))
+    yield seen
+    for group in [one for one in torch_groups._world.pg_group_ranks if isinstance(one, Group)]:
+        del torch_groups._world.pg_group_ranks[group]
+
+
+def open_view():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
+    groups = ViewGroups(
+        topology=topology,
+        store=f"127.0.0.1:{server.port}",
+        number=7,
+        timeout=LIMIT,
+        device=torch.device("cuda:0"),
+        spared=set,
+    )
+    groups.open()
+    groups.add(SCOPES)
+    return groups, server
+
+
+def test_stages_have_a_communicator_for_each_set_of_ranks_and_plans_and_state_have_gloo(happened):
+    groups, _ = open_view()
+    assert happened.calls == [("gloo", "view", 4)] + [
+        ("nccl", f"lightning_hybrid.{stage}", size)
+        for stage, size in (("all_reduce", 4), ("scatter_reduce", 2), ("shard_all_reduce", 2))
+    ]
+    assert groups.world.backend == "gloo"
+    assert groups.by_stage["scatter_reduce"] is groups.by_stage["gather"]
+
+
+def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_device_ends_before_the_next(happened):
+    groups, _ = open_view()
+    del happened.calls[:]
+    threads = [threading.Thread(target=groups.cut) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    groups.destroy()
+    aborted, rest = happened.calls[:3], happened.calls[3:]
+    nccl = {f"lightning_hybrid.{stage}" for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")}
+    assert set(aborted) == {("abort", name) for name in nccl}
+    assert rest[0] == ("synchronize", "cuda:0")
+    assert set(rest[1:]) == {("forget", name) for name in nccl | {"view"}}
+
+
+def test_a_device_that_does_not_end_is_an_error_and_no_wait(happened):
+    groups, _ = open_view()
+    may_end = threading.Event()
+    happened.device = lambda: may_end.wait(60)
+    groups.cut()
+    with pytest.raises(RuntimeError, match="former view do not end on cuda:0"):
+        groups.destroy()
+    may_end.set()
+
+
+def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():
+    topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
+    engine = ViewEngine(topology=topology, plan=CommPlan(), timeout=LIMIT, device=torch.device("cpu"))
+    engine.abort("a host was refused")
+    engine.cut("a view has ended")
+    assert (engine.failure, engine.close()) == ("", [])
