@@ -188,7 +188,7 @@ class MasterWeights:
         self.dtype = dtype
         # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
         self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
-        self.largest: Callable[[Tensor], Tensor] = _itself  # there: of what each has
+        self.largest: Callable[[Tensor], Tensor] | None = None  # there: of what each has; collective
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         self._keep_fp32, self._frozen, self._on_meta = keep_fp32, frozen, on_meta
@@ -260,12 +260,6 @@ class MasterWeights:
         """Return the pairs of the parameters in `optimizer`, in the order of its groups."""
         return [pair for parameter in parameters_of(optimizer) if (pair := self.pair_of(parameter)) is not None]
 
-    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients of what this rank updates, empty ones left out."""
-        each = ((p.grad, self.pair_of(p)) for p in parameters_of(optimizer) if p.grad is not None)
-        own = (grad if pair is None else pair.part_of(grad) for grad, pair in each)
-        return [grad for grad in own if grad.numel()]
-
     @contextmanager
     def swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
         """Put the masters into `param_groups` and as keys into `optimizer.state`, for the time of one call."""
@@ -304,7 +298,7 @@ class MasterWeights:
                 pair.low.grad = gradient
         self.hooks.remove()
         self.pairs.clear()
-        self.gather_, self.largest = None, _itself
+        self.gather_ = self.largest = None
 
 
 @torch.no_grad()
@@ -312,10 +306,6 @@ def copy_to_low_(pairs: list[MasterPair]) -> None:
     """Give the low tensors the masters' values, rounded."""
     if pairs:
         torch._foreach_copy_([pair.part_of(pair.low) for pair in pairs], [pair.master for pair in pairs])
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:

@@ -293,11 +293,14 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         if not self._is_automatic or self._agree_on_overflow is not None:
             return None
         assert self.masters is not None
-        gradients = self.masters.gradients_of(optimizer)
-        norms = torch._foreach_norm(gradients, float("inf")) if gradients else []
-        # Those of ranks that share the update have other parts, and some of them none.
-        largest = torch.stack([torch.zeros((), device=self._device), *(norm.float() for norm in norms)]).amax()
-        return self.masters.largest(largest) / state.grad_scale
+        own, pair_of = [torch.zeros(1, device=self._device)], self.masters.pair_of
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                own.append(parameter.grad if (pair := pair_of(parameter)) is None else pair.part_of(parameter.grad))
+        norms = torch._foreach_norm([one for one in own if one.numel()], float("inf"))
+        largest = torch.stack([norm.float() for norm in norms]).amax()
+        # Ranks that share the update have other parts, and all take the same.
+        return (largest if self.masters.largest is None else self.masters.largest(largest)) / state.grad_scale
 
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
-from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import NORMALISATION_TYPES, MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 
@@ -23,30 +22,14 @@ class ShardedHalfMixin(MasterWeightMixin):
         reduce                       g   = mean over ranks of g16, in `reduce_dtype`    fp32, a shard on each rank
         skip or step                 any(g / s is inf or nan) on any rank: skip;  else  w <- optimizer(w, g / s)
 
-    The network is given to `shard_`. All else is as with `MasterWeightPrecision`, but for the first scale, which falls
-    by halves alone, and that each step has one all-reduce more, of the verdict.
-
-    Args:
-        precision: `"16-true"` or `"bf16-true"`.
-        loss_scale: as of `MasterWeightPrecision`.
-        keep_fp32: module types that stay fp32 like the normalisation layers.
-        reduce_dtype: in which gradients are summed, over ranks and over the batches of a step; float16 sends half.
-
-    Raises:
-        ValueError: as `MasterWeightPrecision`.
+    The network is given to `shard_`. Arguments, and all else, are those of `MasterWeightPrecision`, but for the first
+    scale, which falls by halves alone, and that each step has one all-reduce more, of the verdict.
 
     Source: Zhao et al. 2023 (arXiv:2304.11277), for `fully_shard`'s predecessor.
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-true", "bf16-true"] = "16-true",
-        loss_scale: str | float | LossScale | None = None,
-        keep_fp32: tuple[type[nn.Module], ...] = (),
-        reduce_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(precision, loss_scale, keep_fp32)
-        self.reduce_dtype = reduce_dtype
+    reduce_dtype = torch.float32
+    """In which gradients are summed, over ranks and over the batches of a step; `torch.float16` sends half."""
 
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
         """Shard `network` in place: each block, which is gathered on its own, what is left, and what stays fp32.

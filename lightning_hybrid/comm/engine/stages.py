@@ -55,16 +55,14 @@ def _all_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 def _all_reduce_chunk(job: Job, group: dist.ProcessGroup) -> None:
     # With several ranks on a node the group mixes links: the forms by bytes are for one rank on each node.
-    # The choice by bytes is between messages of Gloo; NCCL has its own.
-    is_by_bytes = job.topology.ranks_per_node == 1 and not job.by_backend
-    _sum_across_(job.flat, job, group, _all_reduce_by_bytes if is_by_bytes else _ring)
+    _sum_across_(job.flat, job, group, _all_reduce_by_bytes if job.topology.ranks_per_node == 1 else _ring)
 
 
 def _all_reduce_leaders(job: Job, group: dist.ProcessGroup) -> None:
     if job.adasum_numels:
         adasum_(job.flat, job.adasum_numels, group, sum_=_ring if job.by_backend else _all_reduce_by_bytes)
         return
-    _sum_across_(job.flat, job, group, _ring if job.by_backend else _all_reduce_by_bytes)
+    _sum_across_(job.flat, job, group, _all_reduce_by_bytes)
 
 
 def _sum_across_(
@@ -78,6 +76,10 @@ def _sum_across_(
         sum_coded_(flat, blocks, group, sender=sender, by_backend=job.by_backend)
         return
     dtype = job.dtype_across
+    # The choice by bytes is between messages of Gloo; NCCL has its own.
+    all_reduce = _ring if job.by_backend else all_reduce
+    if job.num_owners > len(job.topology.node):  # each rank across has a part of the shard
+        all_reduce = node_exchange.scatter_across_ if job.by_backend else gloo_p2p.scatter_reduce_
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
@@ -135,12 +137,8 @@ def _scatter_reduce(job: Job, group: dist.ProcessGroup) -> None:
 
 def _all_reduce_shard(job: Job, group: dist.ProcessGroup) -> None:
     shard = job.flat if job.shard is None else job.shard
-    if shard.numel() == 0:  # small tensors may leave no part for this rank
-        return
-    if job.num_owners > len(job.topology.node):
-        _sum_across_(shard, job, group, node_exchange.scatter_across_ if job.by_backend else gloo_p2p.scatter_reduce_)
-    else:
-        _sum_across_(shard, job, group, _ring if job.by_backend else _all_reduce_by_bytes)
+    if shard.numel() > 0:  # small tensors may leave no part for this rank
+        _sum_across_(shard, job, group, _all_reduce_by_bytes)
 
 
 def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:

@@ -26,7 +26,8 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
     Raises:
         ValueError: precision or nodes do not fit.
     """
-    refuse_excluded(_asked(scope) | in_precision(fit.precision) | in_nodes(fit.topology))
+    asked = {"shard update": f"`shard_update` (={scope!r})"}
+    refuse_excluded(asked | in_precision(fit.precision) | in_nodes(fit.topology))
     if len(fit.topology.sharers(scope)) > 1:
         return ShardUpdateExtension(scope)
     rank_zero_warn(
@@ -37,17 +38,13 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
     return None
 
 
-def _asked(scope: Scope) -> dict[str, str]:
-    return {"shard update": f"`shard_update` (={scope!r})"}
-
-
 class ShardUpdateExtension(FitExtension):
     """Lets the ranks of a node, or of the world, share the update."""
 
     _shared: ShardedFit | None = None  # from set-up to end
 
     def __init__(self, scope: Scope) -> None:
-        self._scope = scope
+        self._scope, self._name = scope, f"`shard_update` (={scope!r})"
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
         """Return the plan with which owners of parts get their sums."""
@@ -57,7 +54,7 @@ class ShardUpdateExtension(FitExtension):
 
     def after_setup(self, fit: RunningFit) -> None:
         """Cut masters and optimizer state."""
-        refuse_excluded(_asked(self._scope) | in_optimizers(fit.optimizers))
+        refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
         # In the node links are fast, and memory is the reason; a compiled forward would not wait for its weights.
         is_late = self._scope == "world" and not is_compiled(fit.module)
         self._shared = ShardedFit(fit.engine, masters_of(fit.module), fit.optimizers, fit.device, is_late=is_late)
@@ -95,9 +92,7 @@ class ShardUpdateExtension(FitExtension):
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
         """Bring whole masters to rank zero. Collective."""
-        fit.failures.refuse_to_save_alone(
-            f"`shard_update` (={self._scope!r})", "masters and optimizer state are in parts on several ranks"
-        )
+        fit.failures.refuse_to_save_alone(self._name, "masters and optimizer state are in parts on several ranks")
         self._parts.collect_masters()
         try:
             yield

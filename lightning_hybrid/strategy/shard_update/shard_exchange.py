@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.bucket_layout import Exchange
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, flattened
@@ -78,7 +78,7 @@ class ShardExchange:
 
     def add_up_(self, table: Tensor) -> None:
         """Add a tensor over the ranks, in place."""
-        self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchanges[0]).wait()
+        self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")).wait()
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the largest `value` (0-dim) of the ranks."""
@@ -86,12 +86,6 @@ class ShardExchange:
         table[self._rank] = value
         self.add_up_(table)
         return table.amax()
-
-    @property
-    def _exchanges(self) -> tuple[Exchange, Exchange, Exchange]:
-        if self.is_in_node:
-            return "node_sum", "node_gather", "node_collect"
-        return "world_sum", "world_gather", "world_collect"
 
     @torch.no_grad()
     def gather_(self, pairs: Sequence[object], tensors: Sequence[Tensor], late: LateGather | None = None) -> None:
@@ -106,7 +100,7 @@ class ShardExchange:
         for some in by_dtype.values():
             rows = [flattened(tensor, pair.low) for pair, tensor in some]
             own = [row.narrow(0, *_begin_and_length(pair)) for row, (pair, _) in zip(rows, some, strict=True)]
-            self._exchange(self._exchanges[1], [pair for pair, _ in some], own, into=rows, late=late)
+            self._exchange("gather", [pair for pair, _ in some], own, into=rows, late=late)
 
     @torch.no_grad()
     def collect(self, pairs: Sequence[MasterShard | WeightShard], own: Sequence[Tensor]) -> list[Tensor] | None:
@@ -122,26 +116,24 @@ class ShardExchange:
             rows = None if wholes is None else [flattened(wholes[index], pairs[index].low) for index in some]
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
-            self._exchange(
-                self._exchanges[2], [pairs[index] for index in some], [own[index] for index in some], into=rows
-            )
+            self._exchange("collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
         return wholes
 
     def _exchange(
         self,
-        exchange: Exchange,
+        what: Literal["gather", "collect"],
         pairs: Sequence[MasterShard | WeightShard],
         own: Sequence[Tensor],
         into: Sequence[Tensor] | None,
         late: LateGather | None = None,
     ) -> None:
-        layout = self._layout(pairs)
+        layout = self._layout(pairs, is_late=late is not None)
         under_way: deque[Future[Tensor]] = deque()
         # Not kept: between steps memory is what is to be saved.
         largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
-        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in layout[: 2 if late is None else None]]
+        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in (layout if late else layout[:2])]
         for index, chunk in enumerate(layout):
-            if late is None and len(under_way) == 2:
+            if not late and len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
             flat = memory[index % len(memory)][: chunk.numel * self._num_ranks]
             begins = [pair.spans[self._rank][0] for pair in pairs]
@@ -150,13 +142,9 @@ class ShardExchange:
             if rows:
                 torch._foreach_copy_(rows, [own[i][begin - begins[i] : end - begins[i]] for i, begin, end in slices])
             finish = partial(self._put, chunk=chunk, into=into)
-            is_waited_for = None if late else True
-            under_way.append(
-                self._engine.submit(
-                    flat, bucket_index=index, finish=finish, exchange=exchange, is_in_update=is_waited_for
-                )
-            )
-            if late is not None:
+            waits = {"exchange": self._exchange_named(what), "is_in_update": None if late else True}
+            under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, **waits))
+            if late:
                 late.add(under_way.pop(), [pairs[i].low for some in chunk.slices for i, _, _ in some])
         for future in under_way:
             future.wait()
@@ -175,10 +163,16 @@ class ShardExchange:
         numels = [end - begin for _, begin, end in chunk.slices[rank]]
         return list(flat[rank * chunk.numel :][: sum(numels)].split(numels)) if numels else []
 
-    def _layout(self, pairs: Sequence[MasterShard | WeightShard]) -> list[PackedChunk]:
-        key = tuple(map(id, pairs))
+    def _exchange_named(self, what: str) -> Any:
+        return f"{'node' if self.is_in_node else 'world'}_{what}"
+
+    def _layout(self, pairs: Sequence[MasterShard | WeightShard], *, is_late: bool) -> list[PackedChunk]:
+        key = (is_late, *map(id, pairs))
         if key not in self._layouts:
-            self._layouts[key] = chunks_of([pair.spans for pair in pairs], CHUNK_NUMEL // self._num_ranks)
+            total = sum(pair.low.numel() for pair in pairs)
+            # What comes first lets forward begin: some 16 chunks, of half a MiB at least in half precision.
+            numel = min(CHUNK_NUMEL, max(total // 16, 1 << 18)) if is_late else CHUNK_NUMEL
+            self._layouts[key] = chunks_of([pair.spans for pair in pairs], numel // self._num_ranks)
         return self._layouts[key]
 
 
