@@ -254,9 +254,8 @@ class CommEngine:
             across = traffic.across / (2 if self.update_scope == "world" else 1)
             bucket.traffic = replace(traffic, across=across, inside=traffic.inside / 2)  # no gather
         if keeps_shard or is_exact:
-            new_job = partial(
-                self._new_job, num_owners=bucket.num_owners, **({"dtype_across": None} if is_exact else {})
-            )
+            exact = {"dtype_across": None} if is_exact else {}
+            new_job = partial(self._new_job, num_owners=bucket.num_owners, **exact)
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:

@@ -50,14 +50,11 @@ class LateGather(TorchFunctionMode):
     ) -> Any:
         """Call `function`, once what it is given is there."""
         if self._under_way:
-            values = (one for value in (*args, *(kwargs or {}).values()) for one in _several(value))
-            if keys := [id(value) for value in values if id(value) in self._under_way]:
+            given = (*args, *(kwargs or {}).values())
+            lists = (one if isinstance(one, list | tuple) else (one,) for one in given)
+            if keys := [id(value) for some in lists for value in some if id(value) in self._under_way]:
                 self.wait(keys)
         return function(*args, **(kwargs or {}))
-
-
-def _several(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, HookState
+from lightning_hybrid.comm import HookState
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
+from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_step import MasterStep
-from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights
+from lightning_hybrid.precision.master_weights import MasterPair
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     grads_are_observed,
@@ -22,6 +23,7 @@ from lightning_hybrid.precision.optimizer_protocol import (
     supports_fused_master_step,
     temporary_attributes,
 )
+from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
@@ -37,27 +39,17 @@ class ShardedFit:
     Who has which part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
 
     Args:
-        engine: of this fit.
-        masters: those of the module; None: its parameters have none.
-        optimizers: of this fit; they get `parts` and `add_up_`, where they know these.
-        device: of the module.
+        fit: its optimizers get `parts` and `add_up_`, where they know these.
         is_late: whether the gather of weights goes on in the next forward.
     """
 
-    def __init__(
-        self,
-        engine: CommEngine,
-        masters: MasterWeights | None,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        *,
-        is_late: bool = False,
-    ) -> None:
+    def __init__(self, fit: RunningFit, *, is_late: bool) -> None:
+        masters, engine = masters_of(fit.module), fit.engine
         self.exchange = ShardExchange(engine)
         self._late = LateGather(engine.trace) if is_late else None
         self.weights = WeightShards() if masters is None else masters
         self.has_masters = masters is not None
-        self._optimizers, self._device = list(optimizers), device
+        self._optimizers, self._device = list(fit.optimizers), fit.device
         self._cut_parameters()
         self.weights.gather_, self.weights.largest = self._gather_, self.exchange.largest
         self.scatter: GradientScatter | None = None
@@ -74,7 +66,7 @@ class ShardedFit:
         self._direct_steps: list[DirectSteps] = []
         self._step: MasterStep | None = None
         if masters is None:
-            self._step = step = MasterStep(self.weights, device)
+            self._step = step = MasterStep(self.weights, fit.device)
             for optimizer in self._optimizers:
                 self._direct_steps.append(DirectSteps(optimizer, self._called_by_user, lambda: step.is_running))
         if self._late is not None:
