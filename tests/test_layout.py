@@ -49,8 +49,6 @@ MAY_BE_LONGER = {
     "lightning_hybrid/comm/engine/engine.py": 378,
     "lightning_hybrid/comm/health/watchdog.py": 346,
     "lightning_hybrid/comm/plan.py": 380,
-    "lightning_hybrid/comm/tuning/plan_trials.py": 303,
-    "lightning_hybrid/fabric/strategy.py": 309,
     "lightning_hybrid/optim/lamb.py": 329,
     "lightning_hybrid/optim/layerwise.py": 359,
     "lightning_hybrid/pipeline/microbatches.py": 331,

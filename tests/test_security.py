@@ -6,6 +6,7 @@ What listens: `strategy/test_rendezvous.py`. A key in the configuration: `recipe
 import ast
 import ctypes
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -22,11 +23,14 @@ SOURCES = [*tracked_files("lightning_hybrid/*.py"), *tracked_files("recipes/*.py
 
 def test_no_file_that_is_loaded_can_bring_code():
     """Pickle, eval, shells and clocks that differ between hosts are ruff's to refuse: see pyproject.toml."""
-    for path in (path for path in SOURCES if "torch.load(" in path.read_text()):
-        for call in ast.walk(ast.parse(path.read_text())):
+    for path in SOURCES:
+        text = path.read_text()
+        assert not re.search(r"weights_only: [^=]*= False|allow_pickle=True", text), path
+        assert text.count("np.load(") == text.count("allow_pickle=False"), path
+        for call in ast.walk(ast.parse(text if "torch.load(" in text else "")):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
                 given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-                assert given["weights_only"] in ("True", "weights_only"), path  # the caller's, which is True by default
+                assert given["weights_only"] in ("True", "weights_only"), path  # the caller's, as its default above
 
 
 @pytest.fixture

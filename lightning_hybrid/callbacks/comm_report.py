@@ -37,7 +37,7 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
         m.COMM_EXPOSED_SHARE: comm.exposed_s / elapsed_s,
     }
     for index, exposed_s in comm.exposed_by_bucket_s.items():
-        values[m.exposed_s_of_bucket(index)] = exposed_s / comm.num_steps
+        values[m.with_index(m.COMM_EXPOSED_S, index)] = exposed_s / comm.num_steps
     achieved = comm.achieved_bytes_per_s
     if achieved is not None:
         values[m.COMM_ACHIEVED_BYTES_PER_S] = achieved

@@ -136,63 +136,40 @@ TIME_TO_ACCURACY_TRAIN_S = _timed(
 TIME_TO_ACCURACY_TOTAL_S = _timed("time_to_accuracy/total_s", "s", "The same with validation, that one included.")
 TIME_TO_ACCURACY_STEP = _metric("time_to_accuracy/step", "1", "Steps until a validation found the target reached.")
 
-# A metric for each bucket, by its place in the step.
-BUCKET_EXPOSED_S = Metric(
-    name=f"{COMM_EXPOSED_S}/bucket_<index>",
-    unit="s",
-    meaning="Part of the exposed time per step from the end of the bucket before until this bucket was done.",
-    from_clock=True,
-)
+TRUST_RATIOS = (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
 
 
-def exposed_s_of_bucket(index: int) -> str:
-    """Return the name of `BUCKET_EXPOSED_S` for one bucket.
+def _indexed(name: str, of: str, meaning: str) -> Metric:
+    of_all = METRICS[name]
+    return Metric(name=f"{name}/{of}_<index>", unit=of_all.unit, meaning=meaning, from_clock=of_all.from_clock)
 
-    >>> exposed_s_of_bucket(3)
-    'comm/exposed_s/bucket_3'
+
+# Metrics of each bucket, by its place in the step; of each further optimizer in manual optimization; of each further
+# parameter group with trust ratios. The first optimizer and group have no index.
+INDEXED = {
+    COMM_EXPOSED_S: _indexed(
+        COMM_EXPOSED_S,
+        "bucket",
+        "Part of the exposed time per step from the end of the bucket before until this bucket was done.",
+    ),
+    TRAIN_LOSS_SCALE: _indexed(TRAIN_LOSS_SCALE, "optimizer", "The same for a further optimizer."),
+    **{name: _indexed(name, "group", "The same of a further parameter group.") for name in TRUST_RATIOS},
+}
+
+
+def with_index(name: str, index: int) -> str:
+    """Return the name of a metric of one bucket, optimizer or parameter group, see `INDEXED`.
+
+    >>> with_index(COMM_EXPOSED_S, 0), with_index(TRAIN_LOSS_SCALE, 0), with_index(TRUST_RATIO_MIN, 2)
+    ('comm/exposed_s/bucket_0', 'train/loss_scale', 'train/trust_ratio_min/group_2')
     """
-    return BUCKET_EXPOSED_S.name.replace("<index>", str(index))
-
-
-# A metric for each optimizer but the first.
-LOSS_SCALE_OF_OPTIMIZER = Metric(
-    name=f"{TRAIN_LOSS_SCALE}/optimizer_<index>",
-    unit="1",
-    meaning="The same for a further optimizer in manual optimization; the first has no index.",
-)
-
-
-def loss_scale_of_optimizer(index: int) -> str:
-    """Return the name of the loss scale of one optimizer.
-
-    >>> loss_scale_of_optimizer(0), loss_scale_of_optimizer(1)
-    ('train/loss_scale', 'train/loss_scale/optimizer_1')
-    """
-    return LOSS_SCALE_OF_OPTIMIZER.name.replace("<index>", str(index)) if index else TRAIN_LOSS_SCALE
-
-
-# Metrics for each parameter group with trust ratios but the first.
-TRUST_RATIO_OF_GROUP = tuple(
-    Metric(name=f"{name}/group_<index>", unit="1", meaning="The same of a further group; the first has no index.")
-    for name in (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
-)
-
-
-def trust_ratios_of_group(index: int) -> tuple[str, ...]:
-    """Return the names of least, median and largest trust ratio of one parameter group.
-
-    >>> trust_ratios_of_group(0)[0], trust_ratios_of_group(2)[0]
-    ('train/trust_ratio_min', 'train/trust_ratio_min/group_2')
-    """
-    if not index:
-        return TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX
-    return tuple(metric.name.replace("<index>", str(index)) for metric in TRUST_RATIO_OF_GROUP)
+    return INDEXED[name].name.replace("<index>", str(index)) if index or name == COMM_EXPOSED_S else name
 
 
 def metric_of(name: str) -> Metric | None:
     """Find the metric of a logged name; None if it is not one of these."""
     index = name.rpartition("_")[2]
-    for metric in (BUCKET_EXPOSED_S, LOSS_SCALE_OF_OPTIMIZER, *TRUST_RATIO_OF_GROUP):
+    for metric in INDEXED.values():
         if index.isdecimal() and name == metric.name.replace("<index>", index):
             return metric
     return METRICS.get(name)

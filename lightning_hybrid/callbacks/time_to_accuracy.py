@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hybrid.callbacks import metrics as m
+from lightning_hybrid.checks import require_choice
 
 
 class TimeToAccuracy(Callback):
@@ -36,11 +37,8 @@ class TimeToAccuracy(Callback):
     def __init__(
         self, target: float, monitor: str = m.VAL_ACC, mode: Literal["max", "min"] = "max", stop: bool = False
     ) -> None:
-        if mode not in ("max", "min"):
-            raise ValueError(
-                f'`mode` (={mode!r}) must be "max" or "min": whether `{monitor}` reaches {target} from below, as '
-                "accuracy does, or from above, as loss does."
-            )
+        why = f"whether `{monitor}` reaches {target} from below, as accuracy does, or from above, as loss does"
+        require_choice("mode", mode, ("max", "min"), why)
         self.target, self.monitor, self.mode, self.stop = target, monitor, mode, stop
         self.reached: dict[str, float] | None = None
         self._before_s = self._validation_s = 0.0  # of fits that were interrupted; of validation in all

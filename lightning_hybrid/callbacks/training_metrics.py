@@ -133,7 +133,7 @@ class TrainingMetrics(Callback):
         if num_ranks:
             values[m.TRAIN_LOSS] = float(total / num_ranks)
         for index, loss_scale in enumerate(status.loss_scales):
-            values[m.loss_scale_of_optimizer(index)] = float(loss_scale.value)
+            values[m.with_index(m.TRAIN_LOSS_SCALE, index)] = float(loss_scale.value)
         if (num_skipped_steps := status.num_skipped_steps) is not None:
             values[m.TRAIN_SKIPPED_STEPS] = float(num_skipped_steps)
         return values
@@ -213,7 +213,7 @@ def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, fl
         found = torch.stack([ratios.min(), ratios.median(), ratios.max()]).tolist()
         # After a skipped step the gradients, and so the ratios, are not finite.
         if all(map(math.isfinite, found)):
-            values |= dict(zip(m.trust_ratios_of_group(index), found, strict=True))
+            values |= {m.with_index(name, index): one for name, one in zip(m.TRUST_RATIOS, found, strict=True)}
     return values
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 
 class WriterThread:
-    """A queue of jobs and a thread that does them one after the other; it ends when there are none.
+    """A queue of jobs and a thread that does them one after the other; it ends where `wait` finds none.
 
     The process does not end before all jobs are done. The first error is stored until `take_error`; jobs that were put
     with `needs_success` are left out after an error, until a job has succeeded again.
@@ -28,9 +27,8 @@ class WriterThread:
 
     def __init__(self, *, max_jobs: int, name: str) -> None:
         self.max_jobs, self.name = max_jobs, name
-        self._jobs: deque[tuple[Callable[[], None], bool]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
         self._error: BaseException | None = None
         self._has_failed = False
 
@@ -49,61 +47,47 @@ class WriterThread:
             limit_s: How long to wait for a place.
             needs_success: Leave the job out if the latest other one failed.
         """
-        with self._changed:
-            # A removal holds no memory, so it needs no place. The condition's lock is re-entrant.
-            if not needs_success and not self.wait_for_place(limit_s=limit_s):
-                return False
-            self._jobs.append((job, needs_success))
-            if self._thread is None:
-                # No daemon: Python waits for it at exit, so what was put is written. It is started under the lock under
-                # which it decides to end, so no job is left without a thread.
-                self._thread = threading.Thread(target=self._work, name=self.name)
-                self._thread.start()
+        # A removal holds no memory, so it needs no place.
+        if not needs_success and not self.wait_for_place(limit_s=limit_s):
+            return False
+        # Python waits for its thread at exit, so what was put is written.
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        self._jobs.append(self._executor.submit(self._do, job, needs_success))
         return True
 
     def wait_for_place(self, *, limit_s: float) -> bool:
         """Wait until the queue has a place; return False if it has none by then."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._jobs) < self.max_jobs, limit_s)
+        too_many = self.num_jobs + 1 - self.max_jobs
+        return not wait(self._jobs[: max(too_many, 0)], limit_s).not_done
 
     def wait(self, *, limit_s: float) -> bool:
         """Wait until all jobs are done; return False if they are not by then."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, limit_s)
+        if wait(self._jobs, limit_s).not_done:
+            return False
+        if self._executor is not None:
+            self._executor = self._executor.shutdown()
+        return True
 
     @property
     def num_jobs(self) -> int:
         """Number of jobs in progress or waiting."""
-        with self._changed:
-            return len(self._jobs)
+        self._jobs = [job for job in self._jobs if not job.done()]
+        return len(self._jobs)
 
     def take_error(self) -> BaseException | None:
         """Return the first error since the last call; None if there was none."""
-        with self._changed:
-            error, self._error = self._error, None
+        if (error := self._error) is not None:  # else the thread may note one meanwhile
+            self._error = None
         return error
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    return
-                # It stays in the queue while it runs: `wait` and `num_jobs` count it.
-                job, needs_success = self._jobs[0]
-            if not (needs_success and self._has_failed):
-                self._do(job, counts=not needs_success)
-            with self._changed:
-                self._jobs.popleft()
-                self._changed.notify_all()
-
-    def _do(self, job: Callable[[], None], *, counts: bool) -> None:
+    def _do(self, job: Callable[[], None], needs_success: bool) -> None:
         # A removal (needs_success) neither counts as a failed write nor lifts one.
+        if needs_success and self._has_failed:
+            return
         try:
             job()
         except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._has_failed = self._has_failed or counts
+            self._error = self._error or error
+            self._has_failed = self._has_failed or not needs_success
         else:
-            self._has_failed = self._has_failed and not counts
+            self._has_failed = self._has_failed and needs_success

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_choice, require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 # Names of the all-reduce algorithms in engine/stages.py.
@@ -137,12 +137,10 @@ class CommPlan:
     check_order: bool = True
 
     def __post_init__(self) -> None:
-        names = ("auto", *get_args(Algorithm))
-        if self.algorithm not in names:
-            raise ValueError(
-                f"`algorithm` (={self.algorithm!r}) must be one of {', '.join(names)}: it names the all-reduce. "
-                "Set `strategy.comm.algorithm=auto` to have it chosen by bucket size and topology."
-            )
+        why = (
+            "it names the all-reduce. Set `strategy.comm.algorithm=auto` to have it chosen by bucket size and topology"
+        )
+        require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
         _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
         _require_bytes("hierarchical_below_bytes", self.hierarchical_below_bytes, least=0, cure="0 means never")
@@ -150,8 +148,7 @@ class CommPlan:
         if self.num_buckets is not None:
             why = "how many buckets to aim at. 1 fills them up to `bucket_bytes`, None chooses by the number of nodes"
             require_whole("num_buckets", self.num_buckets, why)
-        if not isinstance(self.check_order, bool):
-            raise ValueError(f"`check_order` (={self.check_order!r}) must be true or false")
+        require_choice("check_order", self.check_order, (True, False), "whether orders of buckets are compared")
         if not isinstance(self.num_parallel_groups, int) or not 1 <= self.num_parallel_groups <= 16:
             raise ValueError(
                 f"`num_parallel_groups` (={self.num_parallel_groups!r}) must be a whole number from 1 to 16: each "

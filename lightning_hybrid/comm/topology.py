@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from lightning_hybrid.checks import require_whole
+
 # The ranks among which a stage talks. `world`: all. `node`: those of one node. `leaders`: the first of every node.
 # `across`: those with the same local rank, one of every node (equal nodes only).
 Scope = Literal["world", "node", "leaders", "across"]
@@ -216,11 +218,8 @@ equal size, and here the last node would hold 4 ranks. Either launch a multiple 
 `strategy.ranks_per_node` unset so that nodes are found by themselves, or use the flat ring with \
 `strategy.comm.algorithm=flat`.
     """
-    if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
-        raise ValueError(
-            f"`ranks_per_node` (={ranks_per_node!r}) must be a whole number from 1 to `world_size` (={world_size}): "
-            "it counts the ranks that share a node. Leave `strategy.ranks_per_node` unset to have nodes found."
-        )
+    why = "it counts the ranks that share a node. Leave `strategy.ranks_per_node` unset to have nodes found"
+    require_whole("ranks_per_node", ranks_per_node, why)
     if world_size % ranks_per_node:  # a last node with fewer ranks
         raise ValueError(
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): it says that nodes are "

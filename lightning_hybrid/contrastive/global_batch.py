@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lightning_hybrid.checks import require_whole
 from lightning_hybrid.contrastive.exchange import TreeSum
 from lightning_hybrid.models.activation_checkpointing import second_pass
 
@@ -41,8 +42,7 @@ class GlobalBatch(nn.Module):
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
-        if chunk < 1:
-            raise ValueError(f"`chunk` (={chunk}) must be at least 1: pairs that pass through the network at a time.")
+        require_whole("chunk", chunk, "pairs that pass through the network at a time")
         self.loss, self.chunk = loss, chunk
 
     def forward(self, embed: Callable[[Any], Any], batch: Any) -> Tensor:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.contrastive.exchange import Peers, TreeSum
-from lightning_hybrid.contrastive.pair_loss import PairLoss
+from lightning_hybrid.contrastive.exchange import PairLoss, Peers, TreeSum
 
 
 class InfoNCE(PairLoss):

@@ -43,6 +43,14 @@ else:
     _Base = object
 
 
+def _explaining(name: str) -> Any:
+    def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
+        with self._explained():
+            return getattr(super(FabricHybridAllReduce, self), name)(*args, **kwargs)
+
+    return call
+
+
 class FabricHybridAllReduce(_Base):
     """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
 
@@ -207,11 +215,6 @@ class FabricHybridAllReduce(_Base):
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward; a collective that fails in it names the rank that caused it."""
-        with self._explained():
-            super().backward(tensor, module, *args, **kwargs)
-
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1:
@@ -250,25 +253,10 @@ class FabricHybridAllReduce(_Base):
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP; a rank that does not come is named."""
-        with self._explained():
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP; a rank that does not come is named."""
-        with self._explained():
-            return super().broadcast(*args, **kwargs)
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduce as DDP; a rank that does not come is named."""
-        with self._explained():
-            return super().all_reduce(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather as DDP; a rank that does not come is named."""
-        with self._explained():
-            return super().all_gather(*args, **kwargs)
+    # As DDP; a rank that does not come is named.
+    backward, barrier, broadcast, all_reduce, all_gather = (
+        _explaining(name) for name in ("backward", "barrier", "broadcast", "all_reduce", "all_gather")
+    )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.trust_ratio import in_memory_order
+from lightning_hybrid.optim.fused.contiguous import is_dense
+from lightning_hybrid.placement import flattened
 
 # Elements per thread that are worked on at once on the CPU (2 MiB of float32). The allocator reuses temporaries of this
 # size, where those of a tensor of 150 MB would come from the operating system, page by page.
@@ -60,26 +61,16 @@ def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     size = 0 if torch.compiler.is_compiling() else block_numel()
     whole = size == 0 or len(lists[0]) > 1 or first.device.type != "cpu" or first.numel() <= size
     # Blocks are stretches of memory: they belong together only if all lists have their elements in one order.
-    if whole or not all(_is_dense(one[0]) and _layout(one[0]) == _layout(first) for one in lists):
+    if whole or not is_dense([one[0] for one in lists]):
         yield list(lists)
         return
-    for blocks in zip(*(in_memory_order(one[0]).split(size) for one in lists), strict=True):
+    for blocks in zip(*(flattened(one[0], first).split(size) for one in lists), strict=True):
         yield [[block] for block in blocks]
 
 
 def block_numel() -> int:
     """Count the elements of the blocks of `in_blocks`."""
     return _BLOCK * torch.get_num_threads()
-
-
-def _layout(tensor: Tensor) -> list[tuple[int, int]]:
-    # The stride of a dimension of size 1 means nothing, and differs between a weight and its gradient.
-    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    # `in_memory_order` copies a tensor with gaps, and a copy is elsewhere.
-    return in_memory_order(tensor).data_ptr() == tensor.data_ptr()
 
 
 def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:

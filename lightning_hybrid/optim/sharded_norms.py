@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.optim.foreach_ops import block_numel
-from lightning_hybrid.optim.trust_ratio import in_memory_order, norm_in_rows, numel_in_rows
-from lightning_hybrid.placement import Part
+from lightning_hybrid.optim.trust_ratio import norm_in_rows, numel_in_rows
+from lightning_hybrid.placement import Part, flattened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,8 @@ def _sum_of_squares(vector: ShardedVector) -> Tensor:
     for piece in vector.pieces:
         # As `tensor_norms` would: small tensors in float64, of which the last block of `in_blocks` may be one.
         end_of_rows = sum(numel_in_rows(numel, piece.dtype) for numel in (part.numel - last, last))
-        in_rows, exact = in_memory_order(piece).tensor_split([min(max(end_of_rows - at, 0), piece.numel())])
+        row = flattened(piece, piece).contiguous()
+        in_rows, exact = row.tensor_split([min(max(end_of_rows - at, 0), piece.numel())])
         norms += [norm_in_rows(in_rows)] if in_rows.numel() else []
         norms += [torch.linalg.vector_norm(exact, dtype=torch.float64)] if exact.numel() else []
         at += piece.numel()

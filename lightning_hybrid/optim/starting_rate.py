@@ -6,6 +6,8 @@ import math
 from itertools import pairwise
 from typing import Literal
 
+from lightning_hybrid.checks import require_choice, require_positive
+
 MLPERF_LARS = {4096: 10.0, 8192: 17.0, 32768: 21.2, 65536: 24.699}
 """Images of a step, and LARS's peak rate for ResNet-50 with a trust coefficient of 0.001: MLPerf's reference points
 (`rcps_resnet.json`, github.com/mlcommons/logging), where SGD takes 0.1 at 256 images (Goyal et al. 2017)."""
@@ -33,11 +35,9 @@ def starting_rate(
     >>> round(starting_rate("lamb", batch_size=8192, sgd_lr=0.2, sgd_batch_size=512), 3)
     0.02
     """
-    if optimizer not in ("sgd", "lars", "lamb"):
-        raise ValueError(f"`optimizer` (={optimizer!r}) must be 'sgd', 'lars' or 'lamb'.")
+    require_choice("optimizer", optimizer, ("sgd", "lars", "lamb"), "whose rate is asked for")
     for name, value in (("batch_size", batch_size), ("sgd_lr", sgd_lr), ("sgd_batch_size", sgd_batch_size)):
-        if not value > 0:
-            raise ValueError(f"`{name}` (={value}) must be above 0.")
+        require_positive(name, value, "it is a rate, or counts samples")
     scale = sgd_lr * 256 / sgd_batch_size / 0.1
     if optimizer == "sgd":
         return sgd_lr * batch_size / sgd_batch_size

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.placement import flattened
+
 # A row is summed in float32, the rows in float64. 256 float32 additions spread over a vector register keep the relative
 # error near 1e-7 even where every addend is equal, and a row is long enough that memory, not arithmetic, is the limit.
 _ROW = 256
@@ -93,7 +95,8 @@ def _norm_cpu(tensor: Tensor) -> Tensor:
     """
     if not numel_in_rows(tensor.numel(), tensor.dtype):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm_in_rows(in_memory_order(tensor))
+    # In the order of memory: of a channels_last weight that is a view.
+    return norm_in_rows(flattened(tensor, tensor).contiguous())
 
 
 def norm_in_rows(tensor: Tensor) -> Tensor:
@@ -119,17 +122,6 @@ def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
     ([1048576, 0], 0)
     """
     return 0 if numel <= _SMALL or dtype == torch.float64 else numel
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return all elements as one row in the order of memory: a view if `tensor` has no gaps in memory, else a copy.
-
-    >>> in_memory_order(torch.arange(6).view(2, 3).T)
-    tensor([0, 1, 2, 3, 4, 5])
-    """
-    # A channels_last weight has no gaps, but `flatten` alone would copy it.
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1).contiguous()
 
 
 def combined_norms(parts: list[Tensor]) -> Tensor:

@@ -214,12 +214,8 @@ def _over_nccl(
         raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
     # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
     is_sharded = algorithm == "two_level"
-    if is_sharded:
-        before = after = nccl.scatter_reduce(num_bytes, k, cluster.inside)
-        rate, size = cluster.nics_per_node * card / k, across_bytes / k
-    else:
-        before = after = nccl.reduce(num_bytes, k, cluster.inside)
-        rate, size = card, across_bytes
+    before = after = nccl.reduce(num_bytes, k, cluster.inside, is_sharded=is_sharded)
+    rate, size = (cluster.nics_per_node * card / k, across_bytes / k) if is_sharded else (card, across_bytes)
     rail = replace(cluster.across, bytes_per_s=rate)
     if codec_s is not None:
         between = nccl.coded_sum(size, nodes, rail) + Cost(latency_s=codec_s)

@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_hybrid.checks import require_positive, require_whole
+from lightning_hybrid.checks import require_number, require_positive, require_whole
 
 Place = Literal["inside", "across"]
 
@@ -52,11 +52,8 @@ class Link:
         require_positive(
             "bytes_per_s", self.bytes_per_s, "it is the rate of a link in bytes per second, 1.25e10 for 100 Gbit/s"
         )
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(
-                f"`latency_s` (={self.latency_s}) must not be negative, nor infinite: it is the time of the shortest "
-                "message, one way, in seconds: 5.0e-6 on a usual fabric."
-            )
+        why = "it is the time of the shortest message, one way, in seconds: 5.0e-6 on a usual fabric"
+        require_number("latency_s", self.latency_s, why)
 
     def or_slower(self, other: Link | None) -> Link:
         """Return a link as slow as the slower of both."""

@@ -171,15 +171,12 @@ class Nccl:
         fastest = min(found, key=lambda cost: cost.total_s)
         return fastest if num_nodes == 2 else fastest + fastest
 
-    def scatter_reduce(self, num_bytes: float, num_ranks: int, inside: Link) -> Cost:
-        """Compute the cost of a scatter-reduce inside a node, round a ring; the gather costs the same."""
-        return self._inside_ring(num_bytes, num_ranks, inside, (num_ranks - 1) / num_ranks)
+    def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
+        """Compute the cost of a reduce inside a node, along a chain in chunks; the broadcast costs the same.
 
-    def reduce(self, num_bytes: float, num_ranks: int, inside: Link) -> Cost:
-        """Compute the cost of a reduce inside a node, along a chain in chunks; the broadcast costs the same."""
-        return self._inside_ring(num_bytes, num_ranks, inside, 1.0)
-
-    def _inside_ring(self, num_bytes: float, num_ranks: int, inside: Link, share: float) -> Cost:
+        `is_sharded`: of a scatter-reduce, round a ring, and of the gather.
+        """
+        share = (num_ranks - 1) / num_ranks if is_sharded else 1.0
         require_whole("num_ranks", num_ranks, "ranks are counted")
         if num_ranks == 1:
             return Cost()

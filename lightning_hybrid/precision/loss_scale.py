@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import require_number, require_whole
 
 NUM_LOOKS = 24
 """Steps at the start in which the largest gradient is looked at (our choice: from 2^24 to 1 by halves)."""
@@ -136,15 +136,9 @@ class DynamicLossScale(LossScale):
         for name, value in {**scales, "growth_factor": growth_factor, "backoff_factor": backoff_factor}.items():
             _check_power_of_two(name, value)
         super().__init__(init_scale)
-        if growth_factor < 1.0:
-            raise ValueError(
-                f"`growth_factor` (={growth_factor}) must be at least 1: a clean step never lowers the scale."
-            )
-        if backoff_factor >= 1.0:
-            raise ValueError(
-                f"`backoff_factor` (={backoff_factor}) must be below 1: after an overflow the scale has to fall, or "
-                "every later step overflows too. The usual value is 0.5."
-            )
+        require_number("growth_factor", growth_factor, "a clean step never lowers the scale. 2 is usual", low=1)
+        why = "after an overflow the scale has to fall, or every later step overflows too. 0.5 is usual"
+        require_number("backoff_factor", backoff_factor, why, high=1, above=True)
         why = "it counts clean steps before the scale grows. 2000 is usual"
         require_whole("growth_interval", growth_interval, why, unit="steps")
         why = "it says which one is the first to lower the scale. 1 is every one, 2 is usual elsewhere"

@@ -238,8 +238,7 @@ class MasterWeights:
     def return_sums(self) -> None:
         """Make the sums gradients again, see `MasterPair.return_sum`."""
         for pair in self.pairs.values():
-            if pair._sum is not None:
-                pair.return_sum()
+            pair.return_sum()
 
     def drop_sums(self) -> None:
         """Forget the gradients that were summed so far."""

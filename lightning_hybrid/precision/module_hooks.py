@@ -10,32 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-class Pair(Protocol):
-    """A low-precision parameter and its master."""
-
-    low: Any
-
-    def absorb_outside_writes_(self) -> None:
-        """Take over what others wrote to one of the two."""
-
-    def whole(self) -> Tensor:
-        """Return the value in fp32."""
-
-    def load_(self, value: Tensor) -> None:
-        """Give the master a value."""
-
-
 class ModuleHooks:
-    """The hooks of one conversion; `pair_of` returns the pair of a parameter, or None."""
+    """The hooks of one conversion; `pair_of` returns the `MasterPair` of a parameter, or None."""
 
-    def __init__(self, pair_of: Callable[[Tensor], Pair | None], dtype: torch.dtype) -> None:
+    def __init__(self, pair_of: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
         self.pair_of = pair_of
         self.dtype = dtype
         self.is_in_step = False

@@ -12,7 +12,7 @@ CUDA graph, or `data` in a compiled graph. Such code has to call `torch.autograd
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,12 @@ from torch import Tensor, nn
 _DATA: Any = torch.Tensor.data
 
 
-class Value(Protocol):
-    """The exact value behind a tracked parameter."""
-
-    def take_(self, value: Tensor) -> None:
-        """Take a value of the parameter's shape, with all its digits."""
-
-    def exact(self) -> Tensor:
-        """Return the parameter's value in the dtype that it had before the conversion."""
-
-
 class TrackedParameter(nn.Parameter):
     """A parameter while it is tracked; copies and pickles are plain parameters that hold the exact value."""
 
     clean_version: int | None
     is_data_known: bool
-    value: Value
+    value: Any  # a `MasterPair`, which has the exact value
 
     @property
     def data(self) -> Tensor:
@@ -67,7 +57,7 @@ class TrackedParameter(nn.Parameter):
         return nn.Parameter(self.value.exact(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def track(parameter: Tensor, value: Value) -> None:
+def track(parameter: Tensor, value: Any) -> None:
     """Begin to track; `is_untouched` is False until `mark_clean`. The parameter's identity and behaviour stay."""
     # Only what is exactly an `nn.Parameter`: a class of the user's may have a `data` of its own.
     if type(parameter) is nn.Parameter:

@@ -45,8 +45,8 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
+    from lightning_hybrid.comm.tuning.session import TuningSession
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
-    from lightning_hybrid.strategy.plan_tuning import FitTuning
 
 
 class CommSetup:
@@ -72,7 +72,8 @@ class CommSetup:
         self.elastic: Elastic | None = None
         self.elastic_fit: ElasticFit | None = None
         self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
-        self._tuning: FitTuning | None = None
+        self._tuning: TuningSession | None = None
+        self._begins_tuning = False  # at the next batch
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
         self._trace_dir: str | None = None
@@ -160,7 +161,7 @@ class CommSetup:
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
-        self._rank = rank
+        self._rank, self._begins_tuning = rank, self.tune != "off"
         if self.elastic is None:
             self.topology = self.topology_of(rank, world_size)
         else:  # of all hosts that may come; `rank` and `world_size` are those of one
@@ -224,20 +225,17 @@ class CommSetup:
         wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
         return state
 
-    def begin_tuning(self) -> None:
-        """Let the first steps of a fit try other plans, unless that is off."""
-        if self.tune != "off":
-            from lightning_hybrid.strategy.plan_tuning import FitTuning  # here: only a fit that tunes needs it
-
-            assert self.engine is not None
-            self._tuning = FitTuning(self.engine, self.tune, on_plan=self.note_plan)
-
     def before_batch(self, module: Any) -> None:
         """Tell the codec the number of the step; between two steps tuning may change the plan."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
+        if self._begins_tuning and self.engine is not None:
+            from lightning_hybrid.strategy.plan_tuning import tuning_of  # here: only a fit that tunes needs it
+
+            self._begins_tuning = False
+            self._tuning = tuning_of(self.engine, self.tune, module.trainer, on_plan=self.note_plan)
         if self._tuning is not None:
-            self._tuning.before_batch(module)
+            self._tuning.before_batch()
 
     def after_optimizer_step(self) -> None:
         """Count a step of an optimizer."""

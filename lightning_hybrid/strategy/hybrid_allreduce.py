@@ -287,7 +287,6 @@ class HybridAllReduce(_Base):
         assert isinstance(self.model, DistributedDataParallel)
         self._comm.engine = self._failures.engine = engine = self._comm.new_engine(self.precision_plugin)
         self._comm.hook_state = self._comm.average_by(engine, self.model, self.model.parameters())
-        self._comm.begin_tuning()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -269,14 +268,12 @@ class Report(OptionValue):
                 f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "
                 "`strategy.report.trace_dir` out for None."
             )
-        rate: Any = self.link_bytes_per_s
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if rate is not None and not (is_number and 0 < rate < math.inf):
-            raise ValueError(
-                f"`report.link_bytes_per_s` (={rate!r}) must be None or a number of bytes per second above zero: it is "
-                "what a node's link to the others carries in each direction, 1.25e8 for 1 Gbit/s. Leave it unset where "
-                "it is not known."
+        if self.link_bytes_per_s is not None:
+            why = (
+                "it is the bytes per second that a node's link to the others carries in each direction, 1.25e8 for 1 "
+                "Gbit/s. Leave it unset where it is not known"
             )
+            require_number("report.link_bytes_per_s", self.link_bytes_per_s, why, above=True)
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:

@@ -39,41 +39,22 @@ def why_not(tune: Literal["auto", "on", "off"], topology: Topology, *, on_cuda: 
     return None if topology.num_nodes > 1 and num_steps * MOST_SHARE >= LEAST_STEPS else ""
 
 
-class FitTuning:
-    """Tuning of an engine's plan in one fit, where that is worth it; arguments as in strategy and `TuningSession`."""
+def tuning_of(
+    engine: CommEngine, tune: Literal["auto", "on", "off"], trainer: pl.Trainer, *, on_plan: Callable[[CommPlan], None]
+) -> TuningSession | None:
+    """Make the tuning of an engine's plan in one fit, where that is worth it; arguments as in `TuningSession`.
 
-    def __init__(
-        self, engine: CommEngine, tune: Literal["auto", "on", "off"], *, on_plan: Callable[[CommPlan], None]
-    ) -> None:
-        self._engine, self._tune, self._on_plan = engine, tune, on_plan
-        self._is_begun = False
-        self._tuning: TuningSession | None = None
-
-    def before_batch(self, module: pl.LightningModule | None) -> None:
-        """Change the plan, if it is time. Every rank must call it before every batch of training."""
-        if not self._is_begun:
-            assert module is not None
-            self._is_begun = True
-            # At the first batch: Lightning knows the number of steps only when the loaders are there.
-            self._begin(module.trainer)
-        if self._tuning is not None:
-            self._tuning.before_batch()
-
-    def after_optimizer_step(self) -> None:
-        """Count a step. Every rank must call it after every step of an optimizer."""
-        if self._tuning is not None:
-            self._tuning.after_optimizer_step()
-
-    def _begin(self, trainer: pl.Trainer) -> None:
-        engine, num_steps = self._engine, steps_to_come(trainer)
-        reason = why_not(self._tune, engine.topology, on_cuda=engine.device.type == "cuda", num_steps=num_steps)
-        if reason:
-            rank_zero_info(f"comm: the plan is not tuned: {reason}")
-        if reason is not None:
-            return
-        # Tuning that was asked for may take its time; by itself it takes no more than a tenth of the run.
-        most_steps = MOST_STEPS if self._tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
-        self._tuning = TuningSession(engine, most_steps=most_steps, report=rank_zero_info, on_plan=self._on_plan)
+    At the first batch: Lightning knows the number of steps only when the loaders are there.
+    """
+    num_steps = steps_to_come(trainer)
+    reason = why_not(tune, engine.topology, on_cuda=engine.device.type == "cuda", num_steps=num_steps)
+    if reason:
+        rank_zero_info(f"comm: the plan is not tuned: {reason}")
+    if reason is not None:
+        return None
+    # Tuning that was asked for may take its time; by itself it takes no more than a tenth of the run.
+    most_steps = MOST_STEPS if tune == "on" else min(MOST_STEPS, int(num_steps * MOST_SHARE))
+    return TuningSession(engine, most_steps=most_steps, report=rank_zero_info, on_plan=on_plan)
 
 
 def steps_to_come(trainer: pl.Trainer) -> float:

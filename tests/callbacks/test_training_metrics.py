@@ -199,6 +199,6 @@ def ratios_logged_and_expected(precision, looked_at):
     more = [at(on_train_batch_end=look), *([at(on_before_optimizer_step=lambda *_: None)] if looked_at else [])]
     strategy = HybridAllReduceStrategy(loss_scale=1024.0)
     logger = fit(module=module, more=more, strategy=strategy, precision=precision, validate=False)[0]
-    columns = [logger.column(name) for name in m.trust_ratios_of_group(0)]
+    columns = [logger.column(name) for name in m.TRUST_RATIOS]
     logged = {step: [column[step] for column in columns] for step in columns[0]}
     return logged, {step: expected[step] for step in logged}

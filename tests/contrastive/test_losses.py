@@ -128,7 +128,7 @@ def test_other_numbers_of_pairs_or_none_are_refused_on_every_rank(missing, shape
     ("call", "said"),
     [
         (lambda: InfoNCE(0.0), r"`temperature` \(=0.0\) must be above 0"),
-        (lambda: SigLIP(block=0), r"`block` \(=0\) must be at least 1"),
+        (lambda: SigLIP(block=0), r"`block` \(=0\) must be a whole number, 1 or more"),
         (lambda: InfoNCE()(torch.ones(3, 2), torch.ones(2, 2)), "`a` and `b` .* must be two matrices of one shape"),
         (lambda: InfoNCE()(torch.ones(0, 2), torch.ones(0, 2)), "`a` and `b` .* must be two matrices of one shape"),
     ],

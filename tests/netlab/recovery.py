@@ -23,6 +23,7 @@ import signal
 import socket
 import statistics
 import time
+from contextlib import suppress
 from functools import partial, partialmethod
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -435,8 +436,9 @@ def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: in
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    while True:  # below 32768: the kernel gives others to connections, before it is used
+        with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as one:
+            return int(one.getsockname()[1])
 
 
 def _free_addresses(number: int) -> str:

@@ -54,7 +54,7 @@ def test_odd_ranks_cost_halving_two_rounds_more():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Link(latency_s=-1.0, bytes_per_s=1.0), r"`latency_s` \(=-1.0\) must not be negative"),
+        (lambda: Link(latency_s=-1.0, bytes_per_s=1.0), r"`latency_s` \(=-1.0\) must be a number in \[0, inf\)"),
         (lambda: Link(latency_s=0.0, bytes_per_s=0.0), r"`bytes_per_s` \(=0.0\) must be positive"),
         (lambda: ring(-1.0, 2, FAST), r"`num_bytes` \(=-1.0\) must not be negative"),
         (lambda: ring(1.0, 0, FAST), r"`num_ranks` \(=0\) must be a whole number"),

@@ -69,8 +69,8 @@ def test_a_static_scale_never_moves_and_wins_over_a_checkpoints():
     [
         ({"init_scale": 1000.0}, r"`init_scale` \(=1000.0\) must be a power of two.*512 or 1024"),
         ({"init_scale": float("inf")}, r"`init_scale` \(=inf\)"),
-        ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be at least 1"),
-        ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be below 1"),
+        ({"growth_factor": 0.5}, r"`growth_factor` \(=0.5\) must be a number in \[1, inf\)"),
+        ({"backoff_factor": 1.0}, r"`backoff_factor` \(=1.0\) must be a number in \(0, 1\)"),
         ({"growth_interval": 0}, r"`growth_interval` \(=0\)"),
         ({"hysteresis": 0}, r"`hysteresis` \(=0\) must be a whole number of overflows"),
         ({"init_scale": 2.0, "min_scale": 4.0}, r"`init_scale` \(=2.0\) must lie between `min_scale` \(=4.0\)"),

@@ -22,7 +22,11 @@ REFUSED = [
     (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
     (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* strategy.between_nodes.dtype=int8"),
     (Comm, {"tune": "yes"}, r"`comm.tune` \(='yes'\) must be one of 'auto', 'on', 'off', True, False"),
-    (Report, {"link_bytes_per_s": 0}, r"`report.link_bytes_per_s` \(=0\) must be None or a number of bytes per second"),
+    (
+        Report,
+        {"link_bytes_per_s": 0},
+        r"`report.link_bytes_per_s` \(=0\) must be a number in \(0, inf\): it is the bytes",
+    ),
     (Report, {"trace_dir": 5}, r"`report.trace_dir` \(=5\) must be the path of a folder, or None"),
 ]
 

@@ -23,8 +23,7 @@ def plan_in_force(trainer, module, *args):
 
 
 def state_of_tuning(trainer, module):
-    tuning = trainer.strategy._comm._tuning
-    return tuning is not None and tuning._tuning is not None, trainer.strategy.communication_plan
+    return trainer.strategy._comm._tuning is not None, trainer.strategy.communication_plan
 
 
 LOOKS = at(on_after_backward=plan_in_force, on_train_end=state_of_tuning)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -68,7 +70,7 @@ class ViewGroups(CommGroups):
         self._number, self._spared = number, spared
         self._sockets: dict[int, str] = {}  # by file descriptor, with what it is, as the number may be another's later
         self._before: dict[int, str] | None = None  # while some are made
-        self._store_at, self._is_cut = store, False
+        self._store_at, self._is_cut, self._cut_s = store, False, 0.0
 
     def open(self) -> None:
         """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
@@ -108,9 +110,12 @@ class ViewGroups(CommGroups):
         more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
-        group, _ = torch_groups._new_process_group_helper(len(ranks), rank, [], backend, self.store, **more)
+        make = partial(torch_groups._new_process_group_helper, len(ranks), rank, [], backend, self.store, **more)
         if backend == "nccl":
+            group, _ = _in_thread(make, self._device, is_over=self._is_late)
             self._on_devices[name] = group
+        else:
+            group, _ = make()
         # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
         # they stand under numbers that no rank has.
         own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
@@ -119,7 +124,7 @@ class ViewGroups(CommGroups):
 
     def cut(self) -> None:
         """Shut all connections of the groups and to the store, also of one that is being made; from any thread."""
-        self._is_cut = True
+        self._is_cut, self._cut_s = True, self._cut_s or monotonic()
         found, before, there, spared = self._sockets, self._before, _sockets(), self._spared()
         for fd, what in (found | (_since(before) if before is not None else {})).items():
             if fd not in spared and there.get(fd) == what:
@@ -133,19 +138,43 @@ class ViewGroups(CommGroups):
             self._stuck += abort_together(groups.items(), limit_s=limit_s)
             return self._stuck
 
+    def _is_late(self) -> bool:
+        return self._is_cut and monotonic() > self._cut_s + ABORT_LIMIT_S
+
     def _give_up(self) -> list[dist.ProcessGroup]:
         # What an attempt has put on streams may yet write into gradients, which the next one needs.
         if self._is_cut and self._device.type == "cuda":
-            waiting = threading.Thread(target=torch.cuda.synchronize, args=(self._device,), daemon=True)
-            waiting.start()
-            waiting.join(ABORT_LIMIT_S)
-            if waiting.is_alive() or self._stuck:
-                raise RuntimeError(f"elastic: groups {self._stuck} of the former view do not end on {self._device}")
+            self._cut_s = monotonic()
+            _in_thread(torch.cuda.synchronize, self._device, is_over=self._is_late)
+            if self._stuck:
+                raise RuntimeError(f"comm: groups {self._stuck} of the former view do not end on {self._device}")
         return super()._give_up()
 
     def destroy(self) -> None:
         """Free the groups; after a cut nothing of NCCL's is waited for."""
         (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
+
+
+def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
+    # What has no limit of its own: NCCL where it connects, CUDA where it waits.
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)
+            found.append(do())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="comm-limited", daemon=True)
+    thread.start()
+    while thread.is_alive() and not is_over():
+        thread.join(0.02)
+    if not found:
+        raise RuntimeError(f"comm: {device} still waits for a host that is gone")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def options_of_nccl(timeout: timedelta) -> Any:

@@ -10,7 +10,7 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -77,10 +77,7 @@ class CommTrace:
         return self  # as the engine that counts in it: a copy of a callback or of the trainer shares both
 
     def _reset(self) -> None:
-        self._num_steps = self._num_buckets = self._num_bytes = 0
-        self._busy_s = self._exposed_s = 0.0
-        self._least_across = self._across = self._inside = 0.0
-        self._rounding_error = self._rounded = 0.0
+        self._counts: dict[str, Any] = {one.name: one.default for one in fields(CommSummary) if one.name != "buckets"}
         self._by_bucket: dict[BucketPlan, _Counts] = {}
 
     def look_first(self, look: Callable[[], None]) -> None:
@@ -108,12 +105,8 @@ class CommTrace:
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
-            self._num_steps += is_last
-            self._num_buckets += 1
-            self._num_bytes += num_bytes
-            self._least_across += traffic.least_across
-            self._across += traffic.across
-            self._inside += traffic.inside
+            self._add(num_steps=is_last, num_buckets=1, num_bytes=num_bytes)
+            self._add(least_bytes_across=traffic.least_across, bytes_across=traffic.across, bytes_inside=traffic.inside)
             if is_in_update is False:
                 first_s = now_s if self._first_s is None else self._first_s
                 self._first_s = None if is_last else first_s
@@ -156,13 +149,12 @@ class CommTrace:
     def count_wait(self, began_s: float) -> None:
         """Count the time since then as exposed: forward has waited for what the step did not wait for."""
         with self._lock:
-            self._exposed_s += self._clock() - began_s
+            self._add(exposed_s=self._clock() - began_s)
 
     def count_rounding(self, error: float, rounded: float) -> None:
         """Count what a codec lost: sums of squares, of errors and of what was rounded."""
         with self._lock:
-            self._rounding_error += error
-            self._rounded += rounded
+            self._add(rounding_error=error, rounded=rounded)
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
         """Count buckets that a device has averaged, each begun and ended when it was there.
@@ -275,22 +267,15 @@ class CommTrace:
             )
             for bucket, counts in self._by_bucket.items()
         )
-        return CommSummary(
-            num_steps=self._num_steps,
-            num_buckets=self._num_buckets,
-            num_bytes=self._num_bytes,
-            busy_s=self._busy_s,
-            exposed_s=self._exposed_s,
-            least_bytes_across=self._least_across,
-            bytes_across=self._across,
-            bytes_inside=self._inside,
-            rounding_error=self._rounding_error,
-            rounded=self._rounded,
-            buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))),
-        )
+        by_index = sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
+        return CommSummary(**self._counts, buckets=tuple(by_index))
 
     def _add_times(self, now_s: float) -> None:
         if self._busy_since_s is not None:
-            self._busy_s += now_s - self._busy_since_s
+            self._add(busy_s=now_s - self._busy_since_s)
         if self._exposed_since_s is not None:
-            self._exposed_s += now_s - self._exposed_since_s
+            self._add(exposed_s=now_s - self._exposed_since_s)
+
+    def _add(self, **counts: float) -> None:
+        for name, count in counts.items():
+            self._counts[name] += count

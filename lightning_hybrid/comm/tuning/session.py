@@ -12,10 +12,10 @@ changes between two steps, on every rank after the same one; all that changes is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,12 +42,6 @@ class Decision:
 
     plan: CommPlan
     trials: tuple[Trial, ...] = ()  # of the next steps; without any, `plan` is used from now on
-
-    @property
-    def digest(self) -> str:
-        """Hash that differs where plans do."""
-        plans = [self.plan, *(trial.plan for trial in self.trials)]
-        return hashlib.sha256(" ".join(plan.plan_hash for plan in plans).encode()).hexdigest()
 
 
 class TuningSession:
@@ -127,7 +121,7 @@ class TuningSession:
             self._engine.adopt(self._trials[len(self._times_s)].plan)
             return
         times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)  # the slowest rank counts
-        self._follow(self._from_first_rank(lambda: self._next_decision(times_s)))
+        self._follow(self._from_first_rank(lambda: self._decision(times_s)))
 
     def _rest(self, step_s: float) -> None:
         """Leave the plan as it is, to the end of the fit."""
@@ -139,19 +133,10 @@ class TuningSession:
 
     def _from_first_rank(self, decide: Callable[[], Decision]) -> Decision:
         device = self._engine.device
-        sent: list[tuple[Decision, str] | None] = [None]
-        if self._is_first_rank:
-            decision = decide()
-            sent = [(decision, decision.digest)]
         # Rank 0 alone decides: clocks and files differ between ranks, and two decisions would be two plans.
+        sent: list[Any] = [decide() if self._is_first_rank else None]
         dist.broadcast_object_list(sent, src=0, device=device if device.type == "cuda" else None)
-        assert sent[0] is not None
-        decision, digest = sent[0]
-        if decision.digest != digest:
-            rank = self._engine.topology.rank
-            raise RuntimeError(
-                f"rank {rank} reads another plan than rank 0 sent: do they run the same version of this?"
-            )
+        decision: Decision = sent[0]
         return decision
 
     def _follow(self, decision: Decision) -> None:
@@ -179,13 +164,10 @@ class TuningSession:
         self._change_s = 0.0
         return self._decision()
 
-    def _next_decision(self, times_s: Sequence[float]) -> Decision:
+    def _decision(self, times_s: Sequence[float] = ()) -> Decision:
         assert self._plan_trials is not None
-        self._plan_trials.record(times_s)
-        return self._decision()
-
-    def _decision(self) -> Decision:
-        assert self._plan_trials is not None
+        if times_s:
+            self._plan_trials.record(times_s)
         trials, found = self._plan_trials.trials(), self._plan_trials.result
         if not trials:
             self._report(result_line(self._start, found, change_s=self._change_s))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from lightning_hybrid.placement import has_gaps
 
 
 class ContiguousViews:
@@ -88,21 +90,13 @@ def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tensor.stride() for tensor in tensors]
 
 
-def is_dense(tensors: Iterable[Tensor]) -> bool:
+def is_dense(tensors: Collection[Tensor]) -> bool:
     """Whether no tensor has gaps in memory, and all have their elements in the same order.
 
     >>> image = torch.zeros(2, 3, 4, 5)
     >>> is_dense([image, image[:]]), is_dense([image, image.to(memory_format=torch.channels_last)])
     (True, False)
     """
-    # Dimensions of size 1 are left out: their stride means nothing.
-    orders = set()
-    for tensor in tensors:
-        sides = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-        expected = 1
-        for stride, size in sides:
-            if stride != expected:
-                return False
-            expected *= size
-        orders.add(tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1))
-    return len(orders) == 1
+    # Dimensions of size 1 are left out: their stride means nothing, and differs between a weight and its gradient.
+    orders = {tuple(s for n, s in zip(one.shape, one.stride(), strict=True) if n > 1) for one in tensors}
+    return len(orders) == 1 and not any(map(has_gaps, tensors))

@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.fused.availability import FUSED_DEVICES, has_kernels
-from lightning_hybrid.optim.fused.block_sums import BlockSums, add_up
+from lightning_hybrid.optim.fused.block_sums import add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
+from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.optim.gradients import dense_gradients
 from lightning_hybrid.placement import Part
-
-
-class Stepped(Protocol):
-    """The part of a `LayerwiseOptimizer` that its fused step reads."""
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-    copies: Mapping[Tensor, Tensor]
-    parts: Mapping[Tensor, Part] | None
-    add_up_: Callable[[Tensor], None]
-    shard_sums: ShardSums | None
-
-    def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-        """Return state tensors, made where they are missing."""
-
-
-class Engine(Protocol):
-    """Norms and update of one tensor group: `cpu.passes` on the CPU, `cuda.lars` on CUDA."""
-
-    block_sums: BlockSums | None  # what is added over ranks before an update; None: no tensor is a part
-
-    def share(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Have the sums of squares of shards, float64 (2, tensors), added over ranks before they are used."""
-
-    def has_moved(self) -> bool:
-        """Whether a tensor is no longer at the address it had when this was built."""
-
-    def norms(
-        self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
-    ) -> Tensor:
-        """Compute the norms; return 1.0 if a gradient that is `needed` is inf or nan, else 0.0.
-
-        The result is float32 and 0-dim, on the device: the `found_inf_out` of `scaling`, or without one meaningless.
-        """
-
-    def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the parameters, with the gradients and the norms of the last `norms`."""
 
 
 @dataclass
@@ -73,7 +36,10 @@ class TensorGroup:
 
 
 class FusedStep:
-    """The state of an optimizer between fused steps: its tensors by tensor group, each with an engine. Abstract."""
+    """The state of a `LayerwiseOptimizer` between fused steps: its tensors by tensor group, each with an engine.
+
+    Abstract.
+    """
 
     devices: ClassVar[tuple[str, ...]] = FUSED_DEVICES  # types of those that have engines
     options: Callable[[], OptionTable]  # makes the table of options of a tensor group
@@ -82,7 +48,7 @@ class FusedStep:
         """Return the options of a parameter group that are compiled into its kernels: none of them."""
         return ()
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
         """Make the engine of a tensor group, by its device, and the optimizer state that is missing."""
         raise NotImplementedError
 
@@ -95,7 +61,7 @@ class FusedStep:
         """Whether all parameters are where the rule has engines; warns once where they cannot be built."""
         return all(one in cls.devices and has_kernels(one) for one in {param.device.type for param in params})
 
-    def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
+    def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
         """Return the scaling of the update, once all norms are there."""
         return scaling
 
@@ -106,7 +72,7 @@ class FusedStep:
         self._tensor_groups: list[TensorGroup] = []
         self._tables: list[OptionTables] = []  # one per device
 
-    def step(self, optimizer: Stepped, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
+    def step(self, optimizer: Any, scaling: GradScaling, *, is_checked: bool) -> GradScaling | None:
         """Update the parameters; gradients are read, never written.
 
         With `is_checked` the step looks for inf and nan itself, before anything is written.
@@ -157,14 +123,14 @@ class FusedStep:
             tensors.engine.update(tensors.options, for_update.to(tensors.params[0].device))
         return scaling
 
-    def add_over_ranks(self, optimizer: Stepped, found_inf: Tensor | None) -> Tensor | None:
+    def add_over_ranks(self, optimizer: Any, found_inf: Tensor | None) -> Tensor | None:
         """Add the sums of parts over the ranks that hold them; return `found_inf` of all of them, None of None."""
         block_sums = [sums for tensors in self._tensor_groups if (sums := tensors.engine.block_sums) is not None]
         flag = torch.zeros((), device=self._tensor_groups[0].params[0].device) if found_inf is None else found_inf
         found = add_up(block_sums, flag, optimizer.add_up_)
         return None if found_inf is None else found
 
-    def _is_same(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
+    def _is_same(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
         # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
         owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
@@ -173,13 +139,13 @@ class FusedStep:
             return False
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
-    def _signature_of(self, optimizer: Stepped, grads: list[Any]) -> list[Any]:
+    def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
         # What decides about tensor groups besides the tensors themselves.
         groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
         parts = optimizer.parts and [(id(param), part) for param, part in optimizer.parts.items()]
         return [parts, *groups, *(None if grad is None else grad.dtype for grad in grads)]
 
-    def _sort(self, optimizer: Stepped, params: list[Tensor], grads: list[Any]) -> bool:
+    def _sort(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
         if not self.has_engines(params):
             return False
         found: dict[Any, TensorGroup] = {}
@@ -218,7 +184,7 @@ class FusedStep:
         return True
 
 
-def _state_tensors(optimizer: Stepped) -> list[Any]:
+def _state_tensors(optimizer: Any) -> list[Any]:
     return [value for entry in optimizer.state.values() for value in entry.values()]
 
 
@@ -235,7 +201,7 @@ class FusedLars(FusedStep):
         """Whether the group has a trust ratio."""
         return group["trust_ratio"]
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
         """Make the engine; see `FusedStep`."""
         states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
         lists = (tensors.params, states, tensors.copies)
@@ -256,7 +222,7 @@ class FusedLamb(FusedStep):
         """Whether the norm of all gradients is bounded."""
         return group["max_grad_norm"] is not None
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Stepped, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
         """Make the engine; see `FusedStep`."""
         for param in tensors.params:
             state = optimizer.state[param]
@@ -265,7 +231,7 @@ class FusedLamb(FusedStep):
         states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
         return NativeLamb(tensors.params, states, tensors.copies, grad_dtype, parts=tensors.parts)
 
-    def before_update(self, optimizer: Stepped, scaling: GradScaling) -> GradScaling:
+    def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
         """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound; take them into the moments."""
         for_moments = self._bounded(scaling)
         for tensors in self._tensor_groups:

@@ -256,9 +256,10 @@ class Views:
         assert self.groups is not None
         if (world := self.groups.world) is None:
             return
-        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(torch.device("cpu"))
+        trainer, device = self._strategy.lightning_module.trainer, self._engine.device
+        fingerprint = Fingerprint(device)
         own = {name: fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
-        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8)
+        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8).to(device)
         combined = fingerprint.combine([*own.values(), fingerprint.of(names)])
         least = torch.full((len(self.topology.node), 2), torch.iinfo(torch.int64).max)
         least[self.topology.local_rank] = torch.stack([combined, ~combined])

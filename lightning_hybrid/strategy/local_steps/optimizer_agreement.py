@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
 
 # Optimizer, parameter and name of a tensor of state, its shape and dtype, and the kind of device that it is on.
 _Entry = tuple[int, int, str, tuple[int, ...], torch.dtype, str]
+_PLACE = itemgetter(slice(3))
 
 
 @torch.no_grad()
@@ -59,7 +61,7 @@ class _State:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         within = [one for optimizer in optimizers for one in optimizers_within(optimizer)]
         self._params, self._states = [list(parameters_of(one)) for one in within], [one.state for one in within]
-        self._entries = sorted(_entries(self._params, self._states), key=_place)
+        self._entries = sorted(_entries(self._params, self._states), key=_PLACE)
 
     def compare(self, own: Any) -> tuple[bool, list[Any]]:
         """Return whether all ranks have the same tensors, and what each gave. Collective."""
@@ -72,7 +74,7 @@ class _State:
         """Make what other nodes have: a node whose steps were all skipped has no state yet. Collective."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, self._entries)
-        self._entries = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_place)
+        self._entries = sorted({entry for of_rank in of_ranks for entry in of_rank}, key=_PLACE)
         for entry in self._entries:
             _make_if_missing(entry, self._params, self._states)
 
@@ -91,10 +93,6 @@ class _State:
             is_moment = (len(shape) > 0 or shape == tuple(param.shape)) and name != "step"
             is_real = dtype.is_floating_point or dtype.is_complex
             yield name, self._states[optimizer][param][name], is_moment and is_real
-
-
-def _place(entry: _Entry) -> tuple[int, int, str]:
-    return entry[:3]
 
 
 def agreed(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

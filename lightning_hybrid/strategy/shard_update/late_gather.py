@@ -18,7 +18,7 @@ from lightning_hybrid.precision.write_tracking import mark_clean
 
 
 class LateGather(TorchFunctionMode):
-    """Waits for a weight that is on its way as soon as a function of torch is given it, whoever calls it.
+    """Waits for a weight that is on its way as soon as a function of torch is given it, whatever code that is.
 
     Not hooks of modules: a weight may be read without its module, by a callback, another layer or by an optimizer's
     groups. It is on for a whole fit, in the thread that trains. On a GPU it makes the stream wait, and not the host.

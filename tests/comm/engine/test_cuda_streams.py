@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm import plan as plans
-from lightning_hybrid.comm.engine import cuda_carrier, cuda_streams, node_exchange
+from lightning_hybrid.comm.engine import cuda_carrier, cuda_streams, node_exchange, process_groups
 from lightning_hybrid.comm.engine import engine as engines
 from lightning_hybrid.comm.health import device_waits
 from lightning_hybrid.comm.health.consensus import OrderError
@@ -70,7 +70,7 @@ def fake_world(monkeypatch):
     monkeypatch.setattr(engines, "Watchdog", FakeWatchdog)
     in_small_pieces(monkeypatch)
     aborted = []
-    monkeypatch.setattr(cuda_carrier, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
+    monkeypatch.setattr(process_groups, "abort_all", lambda limit_s: aborted.append(limit_s) or [])
     yield aborted
     dist.destroy_process_group()
 
@@ -265,7 +265,7 @@ def test_a_rank_that_only_noticed_asks_for_status_and_one_that_failed_raises_the
 def test_nothing_that_waits_is_done_under_the_engines_lock(cuda, monkeypatch):
     engine = engine_of("two_level")
     locked = []
-    monkeypatch.setattr(cuda_carrier, "abort_all", lambda limit_s: locked.append(engine._latch.lock.locked()) or [])
+    monkeypatch.setattr(process_groups, "abort_all", lambda limit_s: locked.append(engine._latch.lock.locked()) or [])
     step(engine, [torch.zeros(8)])
     engine.abort("a test")
     assert {what for what, _ in engine._watchdog.asked} >= {"compare", "alarm"}

@@ -21,7 +21,7 @@ LIMIT = timedelta(seconds=20)
 @pytest.fixture
 def happened(monkeypatch):
     """What happens to groups and device, in its order; `device`: does what the device does until it is through."""
-    seen = SimpleNamespace(calls=[], device=lambda: None)
+    seen = SimpleNamespace(calls=[], device=lambda: None, connect=lambda: None)
 
     class Group:
         def __init__(self, name, backend):
@@ -34,16 +34,19 @@ def happened(monkeypatch):
         # A bound device without `lazy_init`: torch would split the group of the host, and wait for its other ranks.
         assert (backend == "nccl") == (device_id == torch.device("cuda:0")) == bool(backend_options)
         assert backend != "nccl" or backend_options.lazy_init
+        if backend == "nccl":
+            seen.connect()
         seen.calls.append((backend, group_name.split(", ")[1], size))
         return Group(group_name, backend), store
 
-    def synchronize(device):
+    def synchronize():
         seen.device()
-        seen.calls.append(("synchronize", str(device)))
+        seen.calls.append(("synchronize", ""))
 
     monkeypatch.setattr(torch_groups, "_new_process_group_helper", make)
     monkeypatch.setattr(torch_groups, "_abort_process_group", lambda group: seen.calls.append(("forget", group.name)))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(view_groups, "ABORT_LIMIT_S", 0.5)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     for name, value in {"get_rank": 0, "get_world_size": 4, "is_initialized": True}.items():
@@ -54,7 +57,7 @@ def happened(monkeypatch):
         del torch_groups._world.pg_group_ranks[group]
 
 
-def open_view():
+def open_view(do=lambda groups: None):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
     groups = ViewGroups(
@@ -66,6 +69,7 @@ def open_view():
         spared=set,
     )
     groups.open()
+    do(groups)
     groups.add(SCOPES)
     return groups, server
 
@@ -92,7 +96,7 @@ def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_dev
     aborted, rest = happened.calls[:3], happened.calls[3:]
     nccl = {f"lightning_hybrid.{stage}" for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")}
     assert set(aborted) == {("abort", name) for name in nccl}
-    assert rest[0] == ("synchronize", "cuda:0")
+    assert rest[0] == ("synchronize", "")
     assert set(rest[1:]) == {("forget", name) for name in nccl | {"view"}}
 
 
@@ -101,8 +105,21 @@ def test_a_device_that_does_not_end_is_an_error_and_no_wait(happened):
     may_end = threading.Event()
     happened.device = lambda: may_end.wait(60)
     groups.cut()
-    with pytest.raises(RuntimeError, match="former view do not end on cuda:0"):
+    with pytest.raises(RuntimeError, match="cuda:0 still waits for a host that is gone"):
         groups.destroy()
+    may_end.set()
+
+
+def test_a_host_that_is_lost_while_nccl_connects_is_an_error_and_no_wait(happened):
+    may_end, cut = threading.Event(), []
+
+    def connect():
+        cut[0].cut()
+        may_end.wait(60)
+
+    happened.connect = connect
+    with pytest.raises(RuntimeError, match="cuda:0 still waits for a host that is gone"):
+        open_view(cut.append)
     may_end.set()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.engine import cuda_carrier
+from lightning_hybrid.comm.engine import process_groups
 from lightning_hybrid.comm.health import presence, watchdog
 from lightning_hybrid.comm.health.diagnosis import RankStatus
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -181,7 +181,7 @@ def host_in_a_sync():
     """Ranks 0 and 1 hand over a bucket and wait for their device, which waits for rank 2; an abort sets them free."""
     with pytest.MonkeyPatch.context() as patch:
         cuda, freed = Cuda().installed(patch), threading.Event()
-        patch.setattr(cuda_carrier, "abort_all", lambda limit_s: freed.set() or [])
+        patch.setattr(process_groups, "abort_all", lambda limit_s: freed.set() or [])
         patch.setattr(presence, "ASK_AFTER_S", 0.2)
         patch.setattr(presence, "PATIENCE_S", 3.0)
         engine = engine_of("flat", ((0,), (1,), (2,)), timeout_s=60.0)

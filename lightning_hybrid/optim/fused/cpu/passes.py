@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cpu import build
+from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.placement import Part
@@ -34,15 +35,12 @@ class Table(ctypes.Structure):
     ]
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """The base of both rules: a table of addresses of one tensor group, and the calls of the C++ passes.
 
     The table is made once; a step only writes the addresses of its gradients and calls, without Python's lock.
     `parts` is empty, or has the part of each tensor: then the sums that count are those in `block_sums`.
     """
-
-    block_sums: BlockSums | None = None
-    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -109,14 +107,6 @@ class NativeEngine:
         if self._add_over_ranks_ is not None:
             self._add_over_ranks_(self.sums)
 
-    def share(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Have the sums of shards added over ranks; see `step.Engine`."""
-        self._add_over_ranks_ = add_up_
-
-    def has_moved(self) -> bool:
-        """Whether a tensor is no longer at the address it had when this was built."""
-        return self._views.have_moved()
-
     def _norms(self, grads: Sequence[Tensor], measured: list[int], decays: Tensor | None = None) -> Tensor:
         """Sum the squares of what is `measured`; return 1.0 if a sum of a gradient is inf or nan: float32, 0-dim."""
         self._arrays["grads"].copy_(torch.tensor(self._views.load(grads)))
@@ -153,7 +143,7 @@ class NativeLars(NativeEngine):
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """Compute the norms, and whether a gradient is inf or nan; see `step.Engine`."""
+        """Compute the norms, and whether a gradient is inf or nan; see `Engine`."""
         decays = None
         if self._is_joint:
             # Gradients are still scaled here: |g / s + decay w| = |g + s decay w| / s, so that decay is scaled instead.
@@ -170,7 +160,7 @@ class NativeLars(NativeEngine):
         return self._norms(grads, measured, decays)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `step.Engine`."""
+        """Write the step; see `Engine`."""
         table, inverse_scale, found_inf = ctypes.byref(self._table), *_numbers_of(scaling)
         norms = (_address(inverse_scale), self.sums.data_ptr(), self._numbers.data_ptr())
         # Blocks to tensors, then tensors to coefficients, and only then the pass that writes.
@@ -211,7 +201,7 @@ class NativeLamb(NativeEngine):
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """Compute the squares of gradients, and whether one is inf or nan; see `step.Engine`."""
+        """Compute the squares of gradients, and whether one is inf or nan; see `Engine`."""
         return self._norms(grads, [_GRAD if one else 0 for one in needed])
 
     def grad_squares(self) -> Tensor:
@@ -228,7 +218,7 @@ class NativeLamb(NativeEngine):
         self._library.lamb_moments(table, numbers, skip)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `step.Engine`."""
+        """Write the step; see `Engine`."""
         table, found_inf = ctypes.byref(self._table), _numbers_of(scaling)[1]
         choices, rates = options.table.data_ptr(), self._rates.data_ptr()
         self._add_up()

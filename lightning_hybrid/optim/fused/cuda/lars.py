@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
+from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable, is_capturing, lars_options, to_device_
 from lightning_hybrid.optim.grad_scaling import GradScaling
 from lightning_hybrid.placement import Part
@@ -21,7 +22,7 @@ _DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bflo
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # triton means to change its default, and warns until it is chosen
 
 
-class KernelLars:
+class KernelLars(Engine):
     """The step of LARS for one tensor group on one device: tables of addresses, and the launches.
 
         norms()     `norms`
@@ -32,9 +33,6 @@ class KernelLars:
     per program, a power of two. `parts` is empty, or has the part of each tensor: then the sums that count are those in
     `block_sums`.
     """
-
-    block_sums: BlockSums | None = None
-    _add_over_ranks_: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -82,9 +80,9 @@ class KernelLars:
         self._grad_addresses: list[int] = []
 
     def share(self, add_up_: Callable[[Tensor], None]) -> None:
-        """Have the sums of shards added over ranks; see `step.Engine`."""
+        """Have the sums of shards added over ranks; see `Engine`."""
+        super().share(add_up_)
         num_tensors = len(self._num_chunks)
-        self._add_over_ranks_ = add_up_
         self._lengths = table_of(self._num_chunks, torch.int64, self._device)
         # What is added up is then one sum for each tensor.
         self._added = self._sums.new_zeros(2, num_tensors)
@@ -99,14 +97,10 @@ class KernelLars:
             self._add_over_ranks_(sums)
             self._added.copy_(sums)
 
-    def has_moved(self) -> bool:
-        """Whether a tensor is no longer at the address it had when this was built."""
-        return self._views.have_moved()
-
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
-        """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `step.Engine`."""
+        """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `Engine`."""
         found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
         # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
         self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
@@ -123,7 +117,7 @@ class KernelLars:
         return found_inf
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
-        """Write the step; see `step.Engine`."""
+        """Write the step; see `Engine`."""
         found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
         with torch.cuda.device_of(self._sums):
             self._add_up()
