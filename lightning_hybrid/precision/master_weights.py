@@ -188,7 +188,7 @@ class MasterWeights:
         self.dtype = dtype
         # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
         self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
-        self.largest: Callable[[Tensor], Tensor] | None = None  # there: of what each has; collective
+        self.largest: Callable[[Iterable[Tensor]], Tensor] | None = None  # there: of gradients; collective
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         self._keep_fp32, self._frozen, self._on_meta = keep_fp32, frozen, on_meta

@@ -260,8 +260,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
         # same decision with no further collective.
         assert isinstance(optimizer, Optimizer)
-        assert self._step is not None
-        assert self.masters is not None
+        assert self._step is not None and self.masters is not None  # noqa: PT018
         state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
         self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
@@ -288,19 +287,15 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
-        if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
+        scale, is_alone = state.loss_scale, self._is_automatic and self._agree_on_overflow is None
+        if scale is None or not scale.wants_largest or state.grad_scale is None or not is_alone:
             return None
-        if not self._is_automatic or self._agree_on_overflow is not None:
+        if self.masters is not None and self.masters.largest is not None:  # each rank has parts
+            return self.masters.largest(parameters_of(optimizer)) / state.grad_scale
+        if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
             return None
-        assert self.masters is not None
-        own, pair_of = [torch.zeros(1, device=self._device)], self.masters.pair_of
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                own.append(parameter.grad if (pair := pair_of(parameter)) is None else pair.part_of(parameter.grad))
-        norms = torch._foreach_norm([one for one in own if one.numel()], float("inf"))
-        largest = torch.stack([norm.float() for norm in norms]).amax()
-        # Ranks that share the update have other parts, and all take the same.
-        return (largest if self.masters.largest is None else self.masters.largest(largest)) / state.grad_scale
+        norms = torch._foreach_norm(gradients, float("inf"))
+        return torch.stack([norm.float() for norm in norms]).amax() / state.grad_scale
 
     def _may_step_in_one_pass(self, optimizer: Optimizer, model: LightningModule) -> bool:
         return (

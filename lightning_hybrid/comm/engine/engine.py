@@ -189,9 +189,8 @@ class CommEngine:
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 self._raise_as_unusable()
-            # On CUDA what is on the streams keeps its order whatever the plan: only what threads carry is in the way.
-            waiting = (one for one in self._latch.in_flight if not one.is_issued)
-            if not all(is_exchange(bucket.plan.algorithm) for bucket in waiting):  # these have groups of their own
+            # On CUDA what is on the streams keeps its order whatever the plan, and exchanges have groups of their own.
+            if not all(one.is_issued or is_exchange(one.plan.algorithm) for one in self._latch.in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
             self._buckets.clear()  # decided again by the new plan
@@ -225,8 +224,7 @@ class CommEngine:
         update, this rank gets its own shards alone; only where `two_level` carries it.
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
         `feedback`: the residuals of these blocks; None: the codec rounds by chance.
-        `is_in_update`: it holds no gradients, and the optimizer's step waits for it, which the trace counts, as of an
-        `exchange`; None: the step does not wait for this one.
+        `is_in_update`: it holds no gradients, and the step waits for it, as for an `exchange`; None: it does not wait.
         `is_exact`: between nodes, too, it travels in its own dtype.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
@@ -250,12 +248,12 @@ class CommEngine:
         bucket.is_coded = self.coder is not None and exchange is None and not is_exact
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
-            bucket.num_owners = len(self.topology.sharers(self.update_scope))
-            across = traffic.across / (2 if self.update_scope == "world" else 1)
-            bucket.traffic = replace(traffic, across=across, inside=traffic.inside / 2)  # no gather
-        if keeps_shard or is_exact:
-            exact = {"dtype_across": None} if is_exact else {}
-            new_job = partial(self._new_job, num_owners=bucket.num_owners, **exact)
+            bucket.num_owners = owners = len(self.topology.sharers(self.update_scope))
+            bucket.traffic, new_job = (
+                traffic.without_gather(self.update_scope),
+                partial(self._new_job, num_owners=owners),
+            )
+        new_job = partial(self._new_job, dtype_across=None) if is_exact else new_job
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:

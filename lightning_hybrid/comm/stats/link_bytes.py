@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.plan import Algorithm
@@ -16,6 +17,10 @@ class Traffic:
     least_across: float = 0.0  # what any algorithm must send from a node to the others
     across: float = 0.0  # what this one sends
     inside: float = 0.0  # what the ranks of a node send one another
+
+    def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
+        """Return that of a sum of which each rank gets a part, as the ranks of a node share it, or all."""
+        return replace(self, inside=self.inside / 2, across=self.across / (2 if scope == "world" else 1))
 
 
 NO_TRAFFIC = Traffic()

@@ -80,10 +80,12 @@ class ShardExchange:
         """Add a tensor over the ranks, in place."""
         self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")).wait()
 
-    def largest(self, value: Tensor) -> Tensor:
-        """Return the largest `value` (0-dim) of the ranks."""
-        table = value.new_zeros(self._num_ranks)
-        table[self._rank] = value
+    def largest(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitude in the tensors of all ranks, of which some may have none."""
+        table = torch.zeros(self._num_ranks, device=self._engine.device)
+        for tensor in tensors:
+            if tensor.numel():
+                table[self._rank] = torch.maximum(table[self._rank], torch.linalg.vector_norm(tensor, float("inf")))
         self.add_up_(table)
         return table.amax()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -51,7 +51,7 @@ class ShardedFit:
         self.has_masters = masters is not None
         self._optimizers, self._device = list(fit.optimizers), fit.device
         self._cut_parameters()
-        self.weights.gather_, self.weights.largest = self._gather_, self.exchange.largest
+        self.weights.gather_, self.weights.largest = self._gather_, self._largest_gradient
         self.scatter: GradientScatter | None = None
         self._lent = ExitStack()
         for optimizer in self._optimizers:
@@ -94,6 +94,11 @@ class ShardedFit:
             late.wait()  # for what no forward has read
         is_of_weights = all(tensor is pair.low for pair, tensor in zip(pairs, tensors, strict=True))
         self.exchange.gather_(pairs, tensors, late=late if is_of_weights else None)
+
+    def _largest_gradient(self, parameters: Iterable[Tensor]) -> Tensor:
+        # Gradients of others' parts may be this rank's own.
+        each = ((one.grad, self.part_pair_of(one)) for one in parameters if one.grad is not None)
+        return self.exchange.largest([grad if pair is None else pair.part_of(grad) for grad, pair in each])
 
     def part_pair_of(self, parameter: Tensor) -> MasterShard | WeightShard | None:
         """Return the pair of a parameter that is cut into parts; None for others."""
