@@ -220,8 +220,7 @@ class CommEngine:
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
         `exchange`: what ranks that share the update do with `flat` instead of an all-reduce, see `node_exchange`.
-        `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as ranks share the
-        update, this rank gets its own shards alone; only where `two_level` carries it.
+        `keeps_shard`: of each chunk this rank gets its own of the sharers' equal shards alone; only with `two_level`.
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
         `feedback`: the residuals of these blocks; None: the codec rounds by chance.
         `is_in_update`: it holds no gradients, and the step waits for it, as for an `exchange`; None: it does not wait.
@@ -249,10 +248,8 @@ class CommEngine:
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
             bucket.num_owners = owners = len(self.topology.sharers(self.update_scope))
-            bucket.traffic, new_job = (
-                traffic.without_gather(self.update_scope),
-                partial(self._new_job, num_owners=owners),
-            )
+            bucket.traffic = traffic.without_gather(self.update_scope)
+            new_job = partial(self._new_job, num_owners=owners)
         new_job = partial(self._new_job, dtype_across=None) if is_exact else new_job
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
