@@ -120,7 +120,7 @@ class Views:
         rank, world_size = view.rank_of(self._membership.me.id), len(view.members)
         ranks_per_node, self._server = len(self.topology.node), self._next_server
         self.topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node)
-        self.groups = ViewGroups(
+        groups = ViewGroups(
             topology=self.topology,
             store=view.store,
             number=view.number,
@@ -128,8 +128,12 @@ class Views:
             device=self._engine.device,
             spared=self._membership.fds,
         )
-        self.groups.open()
-        self._engine.enter(self.groups)
+        with self._lock:  # who ends the view from here on finds them
+            self.groups, ended = groups, self.ended
+        if ended:
+            raise RuntimeError(f"comm: {ended}")
+        groups.open()
+        self._engine.enter(groups)
         vars(rank_zero_only)["rank"] = rank  # who writes logs
 
     _server: Any = None  # of this view's store, where this rank has made it
@@ -148,9 +152,9 @@ class Views:
         # In a thread of the membership.
         with self._lock:
             self.ended = self.ended or reason
-            may_cut = self.may_cut
+            may_cut, groups = self.may_cut, self.groups
         if may_cut:
-            self._cut()
+            self._cut(groups)
 
     def note(self, error: BaseException) -> None:
         """Note that a sum failed because of others; raise an error that is this rank's own."""
@@ -173,15 +177,14 @@ class Views:
             self.ended = self.ended or otherwise
         return is_so_on_all
 
-    def _cut(self) -> None:
-        groups = self.groups  # of this view: to abort takes time
+    def _cut(self, groups: ViewGroups | None) -> None:
         self._engine.cut(f"comm: {self.ended}")
         if groups is not None:
             groups.cut()
 
     def close(self) -> None:
         """End all sums of the view, and its groups."""
-        self._cut()
+        self._cut(self.groups)
         if stuck := self._engine.close():
             raise RuntimeError(f"elastic: stages {stuck} of the former view do not end, and may write into gradients")
         if self.groups is not None:

@@ -1,5 +1,8 @@
 """What an elastic step is made of: shards, flat buckets, logs."""
 
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
+from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
@@ -71,6 +75,23 @@ def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     assert fit._training_step(lambda batch: batch, 3) == 3
     with pytest.raises(RuntimeError, match=r"`training_step` \(returned None\) must return a loss with `elastic`"):
         fit._training_step(lambda batch: None, 3)
+
+
+def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_they_are_cut() -> None:
+    from lightning_hybrid.strategy.elastic.views import Views
+
+    views, cut = Views.__new__(Views), []
+    views.ended, views.may_cut, views.groups, views._lock = "", True, None, threading.Lock()
+    views.topology = Topology.from_ranks_per_node(rank=0, world_size=2, ranks_per_node=1)
+    views._timeout, views._engine = timedelta(seconds=9), SimpleNamespace(device=torch.device("cpu"), cut=cut.append)
+    views._membership = SimpleNamespace(me=SimpleNamespace(id="a"), fds=set)
+    views._on_change("a host joins")
+    view: Any = SimpleNamespace(members=[0, 1], rank_of=lambda one: 0, store="127.0.0.1:1", number=3)
+    with pytest.raises(RuntimeError, match="comm: a host joins"):
+        views._enter(view)
+    views.groups.cut = lambda: cut.append("groups")
+    views._on_change("a host is lost")
+    assert cut == ["comm: a host joins", "comm: a host joins", "groups"]
 
 
 def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
