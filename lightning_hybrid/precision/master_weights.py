@@ -34,8 +34,7 @@ _BLOCK = 1 << 20
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-# Elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB.
-_SUMMED_NUMEL = 1 << 26
+_SUMMED_NUMEL = 1 << 26  # elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB
 
 
 @dataclass(eq=False)
