@@ -34,8 +34,7 @@ _BLOCK = 1 << 20
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-# Elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB.
-_SUMMED_NUMEL = 1 << 26
+_SUMMED_NUMEL = 1 << 26  # elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB
 
 
 @dataclass(eq=False)
@@ -188,6 +187,7 @@ class MasterWeights:
         self.dtype = dtype
         # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
         self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
+        self.largest: Callable[[Iterable[Tensor]], Tensor] | None = None  # there: of gradients; collective
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         self._keep_fp32, self._frozen, self._on_meta = keep_fp32, frozen, on_meta
@@ -296,7 +296,7 @@ class MasterWeights:
                 pair.low.grad = gradient
         self.hooks.remove()
         self.pairs.clear()
-        self.gather_ = None
+        self.gather_ = self.largest = None
 
 
 @torch.no_grad()
