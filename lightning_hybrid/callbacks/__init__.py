@@ -7,6 +7,7 @@ from lightning_hybrid.checks import moved
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+    from lightning_hybrid.callbacks.fp16_range import HalfPrecisionReport, half_precision_report
     from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
     from lightning_hybrid.callbacks.recalibrate_bn import RecalibrateBatchNorm
     from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataOrderError",
+    "HalfPrecisionReport",
     "MasterWeightAveraging",
     "NonFiniteLossError",
     "NumericsMonitor",
@@ -27,9 +29,12 @@ __all__ = [
     "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
+    "half_precision_report",
 ]
 
 _PLACES = {
+    "HalfPrecisionReport": "lightning_hybrid.callbacks.fp16_range",
+    "half_precision_report": "lightning_hybrid.callbacks.fp16_range",
     "MasterWeightAveraging": "lightning_hybrid.callbacks.ema",
     "NonFiniteLossError": "lightning_hybrid.callbacks.numerics",
     "NumericsMonitor": "lightning_hybrid.callbacks.numerics",

@@ -65,7 +65,8 @@ class WriterThread:
         if wait(self._jobs, limit_s).not_done:
             return False
         if self._executor is not None:
-            self._executor = self._executor.shutdown()
+            self._executor.shutdown()
+            self._executor = None
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""Clipping of gradients by a norm that is spread over ranks: by stages of a pipeline, or by slices of layers."""
+"""Clipping of gradients by a norm that is spread over ranks: by stages of a pipeline, and by slices of layers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ from collections.abc import Container
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 
-def clip_by_norm_over_stages(
-    optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup, device: torch.device
+def clip_by_norm_over_ranks(
+    optimizer: Optimizer,
+    clip_val: float,
+    *,
+    device: torch.device,
+    slices: Container[int] = (),
+    slice_group: dist.ProcessGroup | None = None,
+    stage_group: dist.ProcessGroup | None = None,
+    counted_elsewhere: Container[int] = (),
 ) -> None:
-    """Scale the gradients of this rank down where the norm over all stages is above `clip_val`. In place, collective.
+    """Scale the gradients of this rank down where the norm over all ranks is above `clip_val`. In place, collective.
 
         g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of all gradients, in the order of the parameters
 
-    As `torch.nn.utils.clip_grad_norm_` over the whole network, to the bit: every stage has the norm of each parameter
-    in its place, and zeros elsewhere, to which adding is exact. `device`: of this rank, also where it has no gradient.
+    As `torch.nn.utils.clip_grad_norm_` over the whole network: of stages to the bit, as each has the norms of its
+    parameters in their places and zeros elsewhere, to which adding is exact; of slices but for the order of additions.
+
+    Args:
+        optimizer: has all parameters on every rank, or those of this rank and placeholders.
+        clip_val: the largest norm.
+        device: of this rank, also where it has no gradient.
+        slices: parameters by `id` of which the other ranks of `slice_group` have the rest; None: there are none.
+        slice_group: see there.
+        stage_group: the ranks of all stages; None: there is one.
+        counted_elsewhere: tied parameters by `id`, of which another stage gives the norm.
     """
     parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -28,33 +43,16 @@ def clip_by_norm_over_stages(
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norms[index], has[index] = next(own), 1.0
-    dist.all_reduce(both, group=group)
+    if slice_group is not None:
+        is_slice = torch.tensor([id(parameter) in slices for parameter in parameters], device=device)
+        squares = norms.double().square().where(is_slice, 0)
+        dist.all_reduce(squares, group=slice_group)
+        norms.copy_(norms.where(~is_slice, squares.sqrt().float()))
+    if stage_group is not None:
+        both[:, [id(parameter) in counted_elsewhere for parameter in parameters]] = 0
+        dist.all_reduce(both, group=stage_group)
     if not gradients:
         return
     # Only the parameters that have a gradient anywhere: torch takes no others.
-    _scale_(gradients, torch.linalg.vector_norm(norms[has > 0]), clip_val)
-
-
-def clip_by_norm_over_slices(
-    optimizer: Optimizer, clip_val: float, *, slices: Container[int], group: dist.ProcessGroup
-) -> None:
-    """Scale gradients down where the norm of those of the whole layers is above `clip_val`. In place, collective.
-
-        g <- g * min(1, clip_val / (|g| + 1e-6))        |g|: of whole gradients and of the slices of all ranks
-
-    As `torch.nn.utils.clip_grad_norm_` of whole layers, but for the order of additions. Every rank of `group`, which
-    shares the layers, must call it. `slices`: parameters by `id`.
-    """
-    parameters = [one for each in optimizer.param_groups for one in each["params"] if one.grad is not None]
-    if not parameters:
-        return
-    gradients = [one.grad for one in parameters]
-    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    is_slice = torch.tensor([id(one) in slices for one in parameters], device=squares.device)
-    of_slices = squares.where(is_slice, 0).sum()
-    dist.all_reduce(of_slices, group=group)
-    _scale_(gradients, (of_slices + squares.where(~is_slice, 0).sum()).sqrt().float(), clip_val)
-
-
-def _scale_(gradients: list[Tensor], norm: Tensor, clip_val: float) -> None:
+    norm = torch.linalg.vector_norm(norms[has > 0])
     torch._foreach_mul_(gradients, torch.clamp(clip_val / (norm + 1e-6), max=1.0))

@@ -196,6 +196,21 @@ class ReplicaSets:
         """The nodes of this rank's set."""
         return self.own.nodes
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of this rank's set."""
+        return self.own.num_nodes
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks of this rank's set on each node; None where nodes differ."""
+        return self.own.ranks_per_node
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of the world that are of this rank's set and node."""
+        return next(ranks for ranks in self.partition("node") if self.rank in ranks)
+
     def _of(self, ranks: tuple[int, ...]) -> Topology:
         nodes = (tuple(index for index, rank in enumerate(ranks) if rank in node) for node in self.world.nodes)
         rank = ranks.index(self.rank) if self.rank in ranks else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -12,12 +13,10 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpointed(
-    stage: Callable[[Tensor], Tensor], x: Tensor, *, norms: nn.Module, preserve_rng_state: bool = False
-) -> Tensor:
-    """Compute `stage(x)` without storing its activations for backward, which computes them again.
+def checkpointed(stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, preserve_rng_state: bool = False) -> Any:
+    """Compute `stage(*xs)` without storing its activations for backward, which computes them again.
 
-    Values and gradients are those of `stage(x)` bit for bit, if its kernels are deterministic and draw no random
+    Values and gradients are those of `stage(*xs)` bit for bit, if its kernels are deterministic and draw no random
     numbers: with `preserve_rng_state` they may (dropout), which costs a copy of the random state. Running statistics of
     the normalisation layers in `norms` move once, in forward. Shapes and
     dtypes are those of `stage`; without autograd (`torch.no_grad`) it runs once, as always.
@@ -36,7 +35,7 @@ def checkpointed(
         return nullcontext(), second_pass(norms)
 
     # The only way that takes a `context_fn`.
-    return checkpoint(stage, x, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
+    return checkpoint(stage, *xs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
 
 
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:

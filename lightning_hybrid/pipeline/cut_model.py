@@ -49,7 +49,8 @@ class CutModel:
             others = [block for block, owner in self._owned(some) if owner != mine]
             own = [block for block, owner in self._owned(some) if owner == mine]
             modules = [each for block in others for each in block.modules()]
-            self._others.append(OtherStages(modules, needed=_buffers_of(root, own, others)))
+            tied = [parameter for block in own for parameter in block.parameters()]
+            self._others.append(OtherStages(modules, needed=[*_buffers_of(root, own, others), *tied]))
             if root is module:
                 self.guard = StateDictGuard(modules)
 
@@ -85,7 +86,14 @@ class CutModel:
         for block, position in self._owned(self.blocks):
             tensors, message = _tensors([block]), list[Any]([None])
             if 0 < position == ranks.position:
-                dist.send_object_list([[each.detach().cpu() for each in tensors]], dst=peers[0], group=group)
+                # Of a layer that is cut over ranks the whole, which is an attribute now.
+                held = {
+                    id(one): vars(each).get(name, one)
+                    for each in block.modules()
+                    for name, one in each.named_parameters(recurse=False)
+                }
+                values_here = [held.get(id(one), one).detach().cpu() for one in tensors]
+                dist.send_object_list([values_here], dst=peers[0], group=group)
             elif 0 < position != ranks.position == 0:
                 dist.recv_object_list(message, src=peers[position], group=group)
                 values |= dict(zip(map(id, tensors), message[0], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, only_tensor
+from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks
-from lightning_hybrid.pipeline.shapes import Boundary, boundary_of, output_of
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
+from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check, output_of
 
 
 @dataclass(kw_only=True)
@@ -27,12 +28,14 @@ class Stages:
     wrapped: Mapping[int, nn.Module]  # the same in DistributedDataParallel, where other ranks have replicas
     ranks: PipelineRanks
     groups: PipelineGroups
+    tied: TiedWeights
     watchdog: PipelineWatchdog
     device: torch.device
     num_microbatches: int
+    whole: Callable[[], AbstractContextManager[None]]  # inside, layers that are cut over ranks are whole. Collective
 
     def __post_init__(self) -> None:
-        self._boundaries: dict[Any, list[Boundary]] = {}
+        self._boundaries: dict[Any, list[tuple[Boundary, ...]]] = {}
 
     def agree(self, what: str, digest: int, described: Callable[[], Any]) -> None:
         """Compare a digest over the pipeline before any message is sent. Collective.
@@ -73,43 +76,54 @@ class Stages:
         self.watchdog.wait_for(lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.groups.pipe))
         return found_inf
 
-    def boundaries(self, key: Any, given: Callable[[], Boundary]) -> list[Boundary]:
-        """Return the input of every stage and the output of the last. Collective where the key is new.
+    def boundaries(self, key: Any, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
+        """Return the inputs of every stage and the output of the last. Collective where the key is new.
 
         `given` is asked on the first stage only. What one rank cannot find out is an error on all of them.
         """
         if key not in self._boundaries:
-            peers, found = self.ranks.pipelines[self.ranks.data_rank], list[Boundary]()
-            for stage in range(-1, self.ranks.num_stages):
-                owner = peers[max(stage, 0) % self.ranks.num_ranks]
-                answer: list[Any] = [None]
-                if owner == self.ranks.rank:
-                    try:
-                        body = self.bodies[max(stage, 0)]
-                        answer = [given() if stage < 0 else output_of(body.blocks, found[-1], self.device)]
-                    except Exception as error:
-                        answer = [f"{type(error).__name__}: {error}"]
-                dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
-                if isinstance(answer[0], str):
-                    raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
-                found.append(answer[0])
-            self._boundaries[key] = found
+            with self.whole():
+                self._boundaries[key] = self._new_boundaries(given)
         return self._boundaries[key]
+
+    def _new_boundaries(self, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
+        peers, found = self.ranks.pipelines[self.ranks.data_rank], list[tuple[Boundary, ...]]()
+        for stage in range(-1, self.ranks.num_stages):
+            owner = peers[max(stage, 0) % self.ranks.num_ranks]
+            answer: list[Any] = [None]
+            if owner == self.ranks.rank:
+                try:
+                    if stage < 0:
+                        answer = [tuple(map(boundary_of, given()))]
+                    else:
+                        answer = [output_of(self.bodies[stage].blocks, found[-1], self.device)]
+                    if stage + 1 == self.ranks.num_stages and len(answer[0]) != 1:
+                        answer = [f"the last block must return one tensor (returned {len(answer[0])})"]
+                except Exception as error:
+                    answer = [f"{type(error).__name__}: {error}"]
+            dist.broadcast_object_list(answer, src=owner, group=self.groups.agree)
+            if isinstance(answer[0], str):
+                raise ValueError(f"On rank {owner}, {f'stage {stage}' if stage >= 0 else 'its input'}: {answer[0]}")
+            found.append(answer[0])
+        return found
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the network's output, for `net.forward`, on every rank of the pipeline. Collective."""
-        x = only_tensor(args, kwargs)
-        given = (tuple(x.shape), x.dtype)  # not its layout: the first stage's is taken
-        digest = digest_of(x, with_values=False)
-        self.agree("The input of the network", digest, lambda: "{} of {}".format(*given))
+        xs = only_tensors(args, kwargs)
+        given = tuple((tuple(x.shape), x.dtype) for x in xs)  # not their layout: the first stage's is taken
+        digest = digest_of(xs, with_values=False)
+        self.agree("The input of the network", digest, lambda: ", ".join("{} of {}".format(*one) for one in given))
         # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
-        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and len(x) % self.num_microbatches == 0 else 1
-        parts = x.chunk(num)
-        boundaries = self.boundaries((given, num), lambda: boundary_of(parts[0]))
+        divides = batch_size_of(xs) % self.num_microbatches == 0
+        num = self.num_microbatches if self.ranks.stages_per_rank == 1 and divides else 1
+        parts = microbatches(xs, num)
+        boundaries = self.boundaries((given, num), lambda: parts[0])
         with self.watchdog.in_schedule():
-            return self.shared_output(self._forward(parts, boundaries), len(parts), boundaries[-1])
+            return self.shared_output(self._forward(parts, boundaries), len(parts), boundaries[-1][0])
 
-    def _forward(self, parts: Sequence[Tensor], boundaries: Sequence[Boundary]) -> Tensor | None:
+    def _forward(
+        self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[tuple[Boundary, ...]]
+    ) -> Tensor | None:
         # Collective, with as many parts on every rank. The outputs of all of them on the last stage, None elsewhere.
         peers, num_ranks = self.ranks.pipelines[self.ranks.data_rank], self.ranks.num_ranks
         sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -118,18 +132,20 @@ class Stages:
             for number, part in enumerate(parts):
                 if stage > 0:
                     self.watchdog.note(f"waiting for part {number} of the batch on stage {stage}", is_waiting=True)
-                    part = boundaries[stage].empty(self.device)
-                    message = boundaries[stage].message(part)
+                    part = tuple(one.empty(self.device) for one in boundaries[stage])
                     source = peers[(stage - 1) % num_ranks]
-                    self.watchdog.wait_for(partial(dist.recv, message, src=source, group=self.groups.pipe))
+                    for one, tensor in zip(boundaries[stage], part, strict=True):
+                        receive = partial(dist.recv, one.message(tensor), src=source, group=self.groups.pipe)
+                        self.watchdog.wait_for(receive)
                 self.watchdog.note(f"in forward of part {number} of the batch on stage {stage}")
-                output = self.bodies[stage](part)
-                boundaries[stage + 1].check(output, f"the output of stage {stage}")
+                output = self.bodies[stage](*part)
+                check(boundaries[stage + 1], output, f"the output of stage {stage}")
                 if stage + 1 == self.ranks.num_stages:
                     outputs.append(output)
-                else:
-                    message = boundaries[stage + 1].message(output)
-                    target = peers[(stage + 1) % num_ranks]
+                    continue
+                target = peers[(stage + 1) % num_ranks]
+                for one, tensor in zip(boundaries[stage + 1], as_arguments(output), strict=True):
+                    message = one.message(tensor)
                     sent.append((dist.isend(message, dst=target, group=self.groups.pipe), message))
         self.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
         for work, _ in sent:

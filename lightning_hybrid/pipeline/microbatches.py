@@ -25,9 +25,8 @@ from torchmetrics import Metric, MetricCollection
 
 
 class _InputFound(Exception):  # noqa: N818  not an error: it ends `training_step` at the call of the network
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
 
 
 @contextmanager
@@ -40,45 +39,46 @@ def forward_replaced(net: nn.Module, forward: Callable[..., Any]) -> Iterator[No
         del net.__dict__["forward"]
 
 
-def input_of_net(net: nn.Module, run: Callable[[], Any]) -> Tensor:
+def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     """Return what `run` gives to `net`, which is not computed.
 
     Raises:
-        ValueError: something else than one tensor is given to it, or it is never called.
+        ValueError: something else than tensors is given to it, or it is never called.
 
     >>> net = nn.Linear(1, 1)
     >>> input_of_net(net, lambda: net(torch.ones(2, 1) / 2).sum())
-    tensor([[0.5000],
-            [0.5000]])
+    (tensor([[0.5000],
+            [0.5000]]),)
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        raise _InputFound(only_tensor(args, kwargs))
+        raise _InputFound(only_tensors(args, kwargs))
 
     try:
         with forward_replaced(net, forward):
             run()
     except _InputFound as found:
-        return found.tensor
+        return found.tensors
     raise ValueError(
         "`training_step` must call the network that `of` names: it returned without. Set strategy.of to the network "
         "that it calls."
     )
 
 
-def only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the one tensor that a network was called with.
+def only_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return the tensors that a network was called with, one by one or in a tuple.
 
     Raises:
-        ValueError: there is more, or something else.
+        ValueError: there is something else, or a name.
     """
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        given = ", ".join([*(type(each).__name__ for each in args), *kwargs])
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    if not tensors or kwargs or not all(isinstance(each, Tensor) for each in tensors):
+        given = ", ".join([*(type(each).__name__ for each in tensors), *kwargs])
         raise ValueError(
-            f"The network that `of` names must be called with one tensor (was called with: {given}): it is what the "
-            "first stage gets. Join the inputs, or compute further ones inside a block."
+            f"The network that `of` names must be called with tensors, without names (was called with: {given}): they "
+            "are the arguments of its first block. Give it these, and what else it needs as attributes."
         )
-    return args[0]
+    return tuple(tensors)
 
 
 def loss_in(output: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -12,13 +13,14 @@ from torch import nn
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
+from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.lightning_names import misconfiguration
-from lightning_hybrid.pipeline.cuts import balanced_cuts
+from lightning_hybrid.pipeline.cuts import BlockProfile, Cuts, balanced_cuts
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_precision, refuse_excluded
 
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 
 _ASYNCHRONOUS = (
     "PipeDream's own form updates weights between the forward and the backward of a batch and keeps one copy of them "
@@ -26,15 +28,9 @@ _ASYNCHRONOUS = (
     'schedule="1f1b" has its order and its memory, with a flush per step. lightning_hybrid/pipeline/README.md, '
     '"Refused", has more.'
 )
-_ZERO_BUBBLE = (
-    "torch's zero-bubble schedules run backward in two halves past DistributedDataParallel, whose hook is then not "
-    'called: gradients would not be averaged over data ranks, without an error. Use schedule="1f1b" or "interleaved".'
-)
 
 
-def check_options(
-    *, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None, of: str = "net"
-) -> None:
+def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net") -> None:
     """Check the options of a pipeline that need no module.
 
     Raises:
@@ -47,7 +43,8 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
     """
     if schedule not in get_args(Schedule):
         name, why = str(schedule).lower(), 'Use schedule="1f1b", which needs the least memory.'
-        why = _ASYNCHRONOUS if "dream" in name else _ZERO_BUBBLE if re.search("zb|zero|dualpipe", name) else why
+        why = 'Use schedule="zero_bubble".' if re.search("zb|zero|dualpipe", name) else why
+        why = _ASYNCHRONOUS if "dream" in name else why
         raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
     why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Set strategy.num_stages"
     require_whole("num_stages", num_stages, why, least=2)
@@ -61,7 +58,7 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
             "of a step are waiting."
         )
     rounds = max(1, num_microbatches // num_stages)
-    if schedule == "interleaved" and num_microbatches % rounds:
+    if STAGES_PER_RANK[schedule] > 1 and num_microbatches % rounds:
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
             f"(=num_microbatches // num_stages = {rounds}) in an interleaved schedule, which takes them in rounds of "
@@ -69,6 +66,13 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
     if not isinstance(of, str):
         raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: set strategy.of=net.")
+    if isinstance(cuts, BlockProfile):
+        if STAGES_PER_RANK[schedule] == 1 or cuts.most_bytes == math.inf:
+            return
+        raise ValueError(
+            f"`cuts.most_bytes` (={cuts.most_bytes:g}) must be left out with schedule={schedule!r}: it limits one "
+            'stage, and there a rank has two. Set schedule="1f1b", or leave it out.'
+        )
     total = num_stages * STAGES_PER_RANK[schedule]
     numbers: Sequence[Any] = cuts if isinstance(cuts, Sequence) else ["none"]
     is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(numbers) == sorted(set(numbers))
@@ -79,12 +83,18 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
 
 
-def check_ranks(*, num_stages: int, world_size: int) -> None:
-    """Check that the ranks divide into pipelines.
+def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", checkpoints: bool = False) -> None:
+    """Check that the ranks divide into pipelines, and what a schedule asks of them; `checkpoints`: of activations.
 
     Raises:
         ValueError: they do not.
     """
+    if schedule == "zero_bubble" and (world_size > num_stages or checkpoints):
+        raise ValueError(
+            f"`schedule` (={schedule!r}) must have one pipeline (here {num_stages} of {world_size} ranks) and no "
+            "`checkpoint_activations`: torch computes gradients of weights apart, by a graph that it stores, and adds "
+            "them to `.grad` itself, where DistributedDataParallel does not see them. Set schedule='interleaved'."
+        )
     if world_size % num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}): each pipeline has one rank "
@@ -104,11 +114,26 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
         found["accumulation"] = f"`accumulate_grad_batches` (={num})"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
+    if bounds := {group.get("max_grad_norm") for each in trainer.optimizers for group in each.param_groups} - {None}:
+        found["norm of all"] = f"`max_grad_norm` (={min(bounds)})"
     if trainer.strategy._layer_sync is not None:
         found["SyncBatchNorm"] = "`sync_batchnorm` (=True)"
     if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
         found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
+
+
+def refuse_several_nodes(replicas: Topology) -> None:
+    """Check that the ranks which share a stage's layers are on one node.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    if (num := replicas.num_nodes) > 1:
+        raise ValueError(
+            f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): slices of several "
+            "nodes are averaged by DDP's flag, and a stage may have no DDP. Leave it out."
+        )
 
 
 def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
@@ -129,10 +154,10 @@ def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:
 
 
 def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
-    """Return the blocks of the network `of` of a module, of which each takes one tensor and returns the next one's.
+    """Return the blocks of the network `of` of a module, of which each takes what the one before returns.
 
     Raises:
-        ValueError: there is no such network, it has no blocks, or parameters are outside it or shared by two blocks.
+        ValueError: there is no such network, it has no blocks, or parameters are outside it.
     """
     try:
         net: Any = module.get_submodule(of)
@@ -154,18 +179,10 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     else:
         raise ValueError(
             f"`of` (={of!r}) must be an nn.Sequential, or have a method `pipeline_blocks()` that returns modules in "
-            f"order, each taking the tensor that the one before returns; {type(net).__name__} is neither. Give it one."
+            f"order, each taking what the one before returns; {type(net).__name__} is neither. Give it one."
         )
-    owners: dict[int, int] = {}
-    for index, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            if owners.setdefault(id(parameter), index) != index:
-                raise ValueError(
-                    f"Parameter `{name}` of block {index} is also in block {owners[id(parameter)]}: tied weights "
-                    "could come to lie on two stages, which do not add their gradients. Untie them, or put both into "
-                    "one block."
-                )
-    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in owners]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
     if outside:
         raise ValueError(
             f"Parameters {', '.join(f'`{name}`' for name in outside[:3])} ({len(outside)} in all) must be in a block "
@@ -174,11 +191,14 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     return blocks
 
 
-def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: int) -> list[int]:
+def cut_places(
+    costs: Sequence[float], cuts: Cuts, num_stages: int, num_microbatches: int = 1, schedule: str = "1f1b"
+) -> list[int]:
     """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
 
     Raises:
-        ValueError: there are fewer blocks than stages, or a cut is behind the last block.
+        ValueError: there are fewer blocks than stages, a cut is behind the last block, or a profile is of other blocks
+            or does not fit.
 
     >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
     ([0, 2, 5], [0, 1, 5])
@@ -189,6 +209,16 @@ def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: i
             f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
             "one block at least. Set strategy.num_stages, or make more blocks of the network."
         )
+    if isinstance(cuts, BlockProfile):
+        if len(cuts.seconds) != num_blocks:
+            raise ValueError(
+                f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
+                "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
+            )
+        gpipe, held = schedule == "gpipe", cuts.held_bytes or [0.0] * num_blocks
+        alive = [num_microbatches if gpipe else min(num_microbatches, num_stages - j) for j in range(num_stages)]
+        limits: Any = {"most_bytes": cuts.most_bytes, "activation_bytes": cuts.activation_bytes, "num_alive": alive}
+        return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]
     if cuts and cuts[-1] >= num_blocks:
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "

@@ -1,4 +1,4 @@
-"""Which ranks hold which stage, the process groups in which they talk, and parameters that are on other ranks."""
+"""Which ranks hold which stage, the groups in which they talk, and parameters on other ranks, or on several."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -84,16 +85,82 @@ class PipelineGroups:
     """
 
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
+        self._timeout, self._made = timeout, list[Any]()
         # Messages have a group of their own: Gloo matches by order of arrival.
-        self.pipe = own_group(ranks.pipelines, timeout=timeout, desc="pipeline stages")
-        self.agree = own_group(ranks.pipelines, timeout=timeout, desc="pipeline agreement", backend="gloo")
+        self.pipe = self.new(ranks.pipelines, "pipeline stages")
+        self.agree = self.new(ranks.pipelines, "pipeline agreement", backend="gloo")
         # Made also where each stage has one rank: a torchmetric then counts over that one rank alone.
-        self.data = own_group(ranks.replicas, timeout=timeout, desc="pipeline data")
+        self.data = self.new(ranks.replicas, "pipeline data")
+
+    def new(self, sets: Sequence[Sequence[int]], desc: str, **options: Any) -> Any:
+        """Make a group for each of these sets, which divide the world; return that of this rank. Collective."""
+        self._made.append(own_group(sets, timeout=self._timeout, desc=desc, **options))
+        return self._made[-1]
 
     def destroy(self, *, are_aborted: bool = False) -> None:
         """Free the groups; ranks that still wait in one learn of it by an error. Aborted ones are not waited for."""
-        for group in (self.pipe, self.agree, self.data):
+        for group in self._made:
             end_group(group, is_aborted=are_aborted and group is not self.agree)  # which is over host memory
+
+
+class TiedWeights:
+    """The parameters that are on several ranks of a pipeline; each rank updates its copy, from the same gradient.
+
+        gradient = sum over ranks j that hold it of round(sum over micro-batches of the gradient in the stage of j)
+
+    Accumulation adds the gradients of both uses before those of micro-batches, which would take a message as large as
+    the parameter for each micro-batch: its sums are the same but for the order of additions.
+
+    Collective: every rank of WORLD must make it.
+
+    Args:
+        stages: blocks of each stage.
+        ranks: place of this rank.
+        groups: of the pipeline, to which theirs are added.
+
+    Raises:
+        ValueError: a rank has two stages with the same parameter.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[nn.Module]], ranks: PipelineRanks, groups: PipelineGroups) -> None:
+        names, places = dict[Tensor, str](), dict[Tensor, list[int]]()
+        for stage, blocks in enumerate(stages):
+            # Each parameter of a stage once, whatever the names that it has there.
+            for name, one in nn.ModuleList(blocks).named_parameters():
+                names.setdefault(one, name)
+                places.setdefault(one, []).append(stage)
+        self._own = list[tuple[Tensor, Any]]()
+        self.counted_elsewhere: set[int] = set()
+        made = dict[tuple[int, ...], Any]()
+        for parameter, found in places.items():
+            positions = tuple(sorted(stage % ranks.num_ranks for stage in found))
+            if len(set(positions)) < len(positions):
+                raise ValueError(
+                    f"A parameter (`{names[parameter]}`, of shape {tuple(parameter.shape)}) must not be in two stages "
+                    f"of one rank (= stages {found}): gradients of its stages are averaged one by one. Set other "
+                    'strategy.cuts, or schedule="1f1b", with one stage a rank.'
+                )
+            if len(positions) == 1 or not parameter.requires_grad:
+                continue
+            if positions not in made:
+                alone = [p for p in range(ranks.num_ranks) if p not in positions]
+                sets = [tuple(peers[p] for p in some) for peers in ranks.pipelines for some in (positions, *zip(alone))]
+                made[positions] = groups.new(sets, "pipeline tied weights")
+            if ranks.position in positions:
+                self._own.append((parameter, made[positions]))
+                if ranks.position > positions[0]:
+                    self.counted_elsewhere.add(id(parameter))
+
+    @torch.no_grad()
+    def sum_gradients_(self) -> None:
+        """Add up the gradients over the ranks that hold a parameter, in place. Collective over these ranks."""
+        for parameter, group in self._own:
+            if parameter.grad is None:  # another rank may have one
+                parameter.grad = torch.zeros_like(parameter)
+            message = parameter.grad.contiguous()
+            dist.all_reduce(message, group=group)
+            if message is not parameter.grad:
+                parameter.grad.copy_(message)
 
 
 class OtherStages:
@@ -105,7 +172,7 @@ class OtherStages:
 
     def __init__(self, modules: Sequence[nn.Module], *, needed: Sequence[Tensor] = ()) -> None:
         stays = set(map(id, needed))
-        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
         replaced: dict[int, Tensor] = {}
         for module in modules:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -115,27 +182,28 @@ class OtherStages:
                         continue
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _on_meta(tensor)
-                    self._kept.append((table, name, tensor, replaced[id(tensor)]))
-        for table, name, tensor, meta in self._kept:
-            table[name] = meta
+                    self._kept.append((table, name, tensor))
+        for table, name, tensor in self._kept:
+            table[name] = replaced[id(tensor)]
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Take them out of their modules: a module with tensors on the meta device cannot be moved."""
-        for table, name, _, _ in self._kept:
+        now = self._now()
+        for table, name, _ in now:
             table[name] = None
         try:
             yield
         finally:
-            for table, name, _, meta in self._kept:
+            for table, name, meta in now:
                 table[name] = meta
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
         """Hold values inside: by id of the tensor that is in a module now."""
-        before, made = [(table, name, table[name]) for table, name, _, _ in self._kept], dict[int, Tensor]()
+        before, made = self._now(), dict[int, Tensor]()
         for _, _, meta in before:
             if id(meta) in values:
                 value = values[id(meta)].to(device)
@@ -152,7 +220,8 @@ class OtherStages:
         """Put the users' own tensors back, with these values, in the order of `tensors`."""
         given = dict(zip(map(id, self.tensors), values, strict=True))
         own: dict[int, Tensor] = {}
-        for table, name, tensor, meta in self._kept:
+        for table, name, tensor in self._kept:
+            meta = table[name]
             tensor.data = given[id(meta)]
             table[name] = own[id(meta)] = tensor
         for optimizer in optimizers:
@@ -163,7 +232,11 @@ class OtherStages:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors on the meta device, each once."""
-        return list({id(meta): meta for _, _, _, meta in self._kept}.values())
+        return list({id(meta): meta for _, _, meta in self._now()}.values())
+
+    def _now(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        # Not those made here: `module.double()` makes other buffers.
+        return [(table, name, table[name]) for table, name, _ in self._kept]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

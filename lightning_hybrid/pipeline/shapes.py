@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes from one stage to the next: the tensor of one micro-batch."""
+    """What goes from one stage to the next: a tensor of one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None  # without gaps; None: of a contiguous tensor
+    has_gradient: bool = False  # in training: one goes back for it
 
     def empty(self, device: torch.device | str, *, requires_grad: bool = False) -> Tensor:
         """Make such a tensor."""
-        if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=requires_grad
-        )
+        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        made = made if self.stride is None else made.as_strided(self.shape, self.stride)
+        return made.requires_grad_(requires_grad)
 
     def has_layout_of(self, tensor: Tensor) -> bool:
         """Whether the elements of a tensor of this shape lie in memory as agreed on."""
@@ -58,18 +58,21 @@ class Boundary:
             tensor = self.empty(tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def check(self, value: object, what: str) -> None:
-        """Raise `RuntimeError` unless `what` is a tensor of this shape and dtype."""
-        if not isinstance(value, Tensor):
-            found = f"a {type(value).__name__}"
-        elif tuple(value.shape) == self.shape and value.dtype is self.dtype:
-            return
-        else:
-            found = f"{tuple(value.shape)} of {value.dtype}, where {self.shape} of {self.dtype} was agreed on"
+
+def check(boundaries: Sequence[Boundary], value: object, what: str) -> None:
+    """Raise `RuntimeError` unless `what`, a tensor or a tuple, is tensors of these shapes and dtypes."""
+    agreed = [(one.shape, one.dtype) for one in boundaries]
+    found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in as_arguments(value)]
+    if found != agreed:
         raise RuntimeError(
-            f"Shape or dtype of {what} (={found}) must be that of the fake tensors that ran before: the next rank "
-            "would take the message for something else. A block must not choose its shapes by values."
+            f"Shapes and dtypes of {what} (={found}) must be those of the fake tensors that ran before (={agreed}): "
+            "the next rank would take the message for something else. A block must not choose its shapes by values."
         )
+
+
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """Return what a block gives the next one as arguments: the entries of a tuple, or the one value."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def boundary_of(tensor: Tensor) -> Boundary:
@@ -79,41 +82,52 @@ def boundary_of(tensor: Tensor) -> Boundary:
     ((1, 3), None)
     """
     stride = None if tensor.is_contiguous() else tuple(torch.empty_like(tensor, device="meta").stride())
-    return Boundary(tuple(tensor.shape), tensor.dtype, stride)
+    return Boundary(tuple(tensor.shape), tensor.dtype, stride, tensor.requires_grad)
 
 
-def output_of(blocks: Sequence[nn.Module], given: Boundary, device: torch.device) -> Boundary:
-    """Return what `blocks` make of `given`, in the autocast of the moment; blocks stay as they are.
+def output_of(blocks: Sequence[nn.Module], given: Sequence[Boundary], device: torch.device) -> tuple[Boundary, ...]:
+    """Return what `blocks` make of `given`, in the modes of the moment (autocast, gradients); blocks stay as they are.
 
     Raises:
-        ValueError: a block returns more than one tensor, or integers, or its shapes depend on values.
+        ValueError: a block returns other things than tensors, or integers alone, or its shapes depend on values.
 
-    >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], Boundary((2, 3, 8, 8), torch.float32), torch.device("cpu"))
-    Boundary(shape=(2, 288), dtype=torch.float32, stride=None)
+    >>> output_of([nn.Conv2d(3, 8, 3), nn.Flatten()], [Boundary((2, 3, 8, 8), torch.float32)], torch.device("cpu"))
+    (Boundary(shape=(2, 288), dtype=torch.float32, stride=None, has_gradient=True),)
     """
     doubles = [_double_of(block) for block in blocks]
     # Tensors that are plain attributes of a block are real ones.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        value: object = given.empty(device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        # Clones, as a block may begin with an operation in place.
+        value = tuple(one.empty(device, requires_grad=one.has_gradient).clone() for one in given)
         for block in doubles:
             fake = {
-                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                name: torch.empty_strided(
+                    tensor.shape,
+                    tensor.stride(),
+                    dtype=tensor.dtype,
+                    device=device,
+                    requires_grad=tensor.requires_grad,
+                )
                 for name, tensor in [*block.named_parameters(), *block.named_buffers()]
             }
             try:
-                value = functional_call(block, fake, (value,))
+                value = as_arguments(functional_call(block, fake, value))
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
                     f"The output of block {type(block).__name__} must have a shape that does not depend on values: "
                     "stages agree on shapes before they compute. Move what depends on values out of the network."
                 ) from error
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not all(isinstance(one, Tensor) for one in value) or not any(map(torch.is_floating_point, value)):
+                kinds = ", ".join(type(one).__name__ for one in value)
                 raise ValueError(
-                    f"Block {type(block).__name__} (returned {type(value).__name__}) must return one floating-point "
-                    "tensor, the input of the next block. Join what goes side by side, or put both into one block."
+                    f"Block {type(block).__name__} (returned {kinds}) must return a floating-point tensor or a tuple "
+                    "of tensors with one, the arguments of the next block. Keep other things as attributes of blocks."
                 )
-    assert isinstance(value, Tensor)
-    return boundary_of(value)
+        found = tuple(map(boundary_of, value))
+    if any(one.has_gradient for one in found):
+        return found
+    # All before is frozen, or nothing is trained: torch's schedules take one gradient back at least.
+    return tuple(replace(one, has_gradient=one.dtype.is_floating_point) for one in found)
 
 
 def _double_of(block: nn.Module) -> nn.Module:
@@ -129,18 +143,19 @@ def _double_of(block: nn.Module) -> nn.Module:
 
 
 def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
-    """Return what each block costs: operations of a forward on `example`, or its parameters where that is no tensor.
+    """Return what each block costs: operations of a forward on `example`, or its parameters where it is no tensors.
 
     One operation for each element that a block returns is added, so that none is free.
 
     >>> costs_of([nn.Linear(3, 5), nn.ReLU()], torch.zeros(2, 3)), costs_of([nn.Linear(3, 5), nn.ReLU()], None)
     ([70.0, 10.0], [20.0, 0.0])
     """
-    if not isinstance(example, Tensor):
+    arguments = as_arguments(example)
+    if not all(isinstance(one, Tensor) for one in arguments):
         return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
-    costs, given = list[float](), boundary_of(example)
+    costs, given = list[float](), tuple(map(boundary_of, arguments))
     for block in blocks:
         with FlopCounterMode(display=False) as counter:
             given = output_of([block], given, torch.device("cpu"))
-        costs.append(float(counter.get_total_flops() + math.prod(given.shape)))
+        costs.append(float(counter.get_total_flops() + sum(math.prod(one.shape) for one in given)))
     return costs

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checks import require_choice
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
-from lightning_hybrid.comm.topology import ReplicaSets
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
+from lightning_hybrid.pipeline.cuts import Cuts
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
@@ -29,13 +29,15 @@ from lightning_hybrid.pipeline.options import (
     compare_stages,
     cut_places,
     refuse_in_pipeline,
+    refuse_several_nodes,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
-from lightning_hybrid.pipeline.rank_layout import PipelineGroups
+from lightning_hybrid.pipeline.rank_layout import PipelineGroups, TiedWeights
 from lightning_hybrid.pipeline.shapes import costs_of
 from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
-from lightning_hybrid.pipeline.whole_state import gather_checkpoint, share_, without_others
+from lightning_hybrid.pipeline.whole_state import gather_checkpoint, without_others
+from lightning_hybrid.placement import ignored_by_ddp
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.registration import PIPELINE_NAME
@@ -59,9 +61,10 @@ class HybridPipeline(DataRanksMixin):
             more keep the waiting part below 20 %.
         schedule: `"gpipe"`: all forwards, then all backwards; all micro-batches in memory. `"1f1b"`: backward as soon
             as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
+            `"zero_bubble"`: these, with gradients of weights computed while others wait; for one data rank.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: first block of each stage after the first; None balances the stages, by operations where the module has
-            an `example_input_array` (the network's input), else by parameters.
+        cuts: first block of each stage after the first; a `BlockProfile` balances the stages by seconds and bytes, None
+            by operations where there is an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
@@ -83,25 +86,19 @@ class HybridPipeline(DataRanksMixin):
         num_microbatches: int = 8,
         schedule: Schedule | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
         of: str = "net",
-        cuts: Sequence[int] | None = None,
+        cuts: Cuts = None,
         checkpoint_activations: bool = False,
         **options: Any,
     ) -> None:
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
         self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
-        self._stages: Stages | None = None
         self._training: TrainingStep | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
         self._until_teardown = ExitStack()
         super().__init__(**dict(options))
-
-    @property
-    def _here(self) -> Stages:
-        assert self._stages is not None  # from setup to teardown
-        return self._stages
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +111,8 @@ class HybridPipeline(DataRanksMixin):
         if is_fit:
             refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
-        places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
+        costs = costs_of(blocks, module.example_input_array)
+        places = cut_places(costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule)
         compare_stages(
             blocks,
             num_stages=self.num_stages,
@@ -126,7 +124,9 @@ class HybridPipeline(DataRanksMixin):
         )
         self._groups = PipelineGroups(ranks, timeout=self._timeout)
         self._cut = CutModel(module, self.of, places=places, ranks=ranks, device=self.root_device)
-        bodies = {stage: self._body_of(self._cut.stage(stage)) for stage in ranks.stages}
+        stages = [self._cut.stage(stage) for stage in range(ranks.num_stages)]
+        tied = TiedWeights(stages, ranks, self._groups)
+        bodies = {stage: self._body_of(stages[stage]) for stage in ranks.stages}
         self._stages = Stages(
             module=module,
             net=module.get_submodule(self.of),
@@ -134,9 +134,11 @@ class HybridPipeline(DataRanksMixin):
             wrapped=bodies,
             ranks=ranks,
             groups=self._groups,
+            tied=tied,
             watchdog=watchdog,
             device=self.root_device,
             num_microbatches=self.num_microbatches,
+            whole=self._whole,
         )
         with nullcontext() if is_fit else self._cut.ignored_by_ddp():
             super().setup(trainer)
@@ -144,9 +146,13 @@ class HybridPipeline(DataRanksMixin):
             if metric.process_group is None:
                 metric.process_group = self._groups.data
         if is_fit:
-            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(
-                clip_by_norm_over_stages, group=self._groups.pipe, device=self.root_device
-            )
+            if self._extensions is not None:
+                refuse_several_nodes(self._extensions.fit.topology)
+                self._extensions.begin(self._comm, self.model)
+            clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
+            stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
+            clip_over_stages = partial(clip, device=self.root_device, **stages_of_norm)
+            vars(self.precision_plugin)["clip_grad_by_norm"] = clip_over_stages
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
                 module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
                 self._until_teardown.callback(module.__dict__.pop, name)
@@ -172,12 +178,13 @@ class HybridPipeline(DataRanksMixin):
     def configure_ddp(self) -> None:
         """Wrap each stage in DDP over its data ranks, and remember which parameters are trained."""
         here = self._here
-        self._averaged_parameters = trained_parameters(here.module)[0]
+        self._averaged_parameters, ignored = trained_parameters(here.module)
+        named = here.module.named_parameters(remove_duplicate=False)
+        ignored_ids = {id(parameter) for name, parameter in named if name in ignored}
         if here.ranks.num_data_ranks > 1:
-            replicas = ReplicaSets(world=self._comm.topology, sets=here.ranks.replicas)
-            new = self._comm.new_engine(self.precision_plugin, replicas=replicas, group=self._data_group)
+            new = self._comm.new_engine(self.precision_plugin, replicas=self.replicas, group=self._data_group)
             here.watchdog.engine = self._comm.engine = new
-            here.wrapped = {index: self._wrapped(body, new) for index, body in here.bodies.items()}
+            here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
@@ -185,12 +192,14 @@ class HybridPipeline(DataRanksMixin):
         assert self._cut is not None
         self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0], cut=self._cut)
 
-    def _wrapped(self, body: nn.Module, engine: CommEngine) -> nn.Module:
-        if not any(parameter.requires_grad for parameter in body.parameters()):
+    def _wrapped(self, body: nn.Module, engine: CommEngine, ignored: set[int]) -> nn.Module:
+        if not any(parameter.requires_grad and id(parameter) not in ignored for parameter in body.parameters()):
             return body
         options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
-        wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
-        self._comm.average_by(engine, wrapped)
+        named = body.named_parameters(remove_duplicate=False)
+        with ignored_by_ddp(body, [name for name, one in named if id(one) in ignored]):
+            wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
+        self._comm.hook_state = self._comm.average_by(engine, wrapped)
         return wrapped
 
     # ---- step ------------------------------------------------------------------------------------------------------
@@ -260,23 +269,11 @@ class HybridPipeline(DataRanksMixin):
         with forward_replaced(self._here.net, self._here.evaluate):
             yield
 
-    def on_validation_start(self) -> None:
-        """Give every data rank the running statistics of the first, as DDP does before a forward."""
-        super().on_validation_start()
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        here = self._here
-        # The stages run under `no_sync`, where DDP shares none.
-        for body in here.bodies.values() if here.ranks.num_data_ranks > 1 else ():
-            owner = here.ranks.replicas[here.ranks.position][0]
-            share_(body.buffers(), owner=owner, device=here.device, group=here.groups.data)
-
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what this rank has; `save_checkpoint` brings it together."""
-        with self.run_status.own_state():
+        with self._allowed():
             return dict(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

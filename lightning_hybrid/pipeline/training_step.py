@@ -23,12 +23,12 @@ from lightning_hybrid.pipeline.microbatches import (
     input_of_net,
     loss_in,
     microbatches,
-    only_tensor,
+    only_tensors,
     own_copy,
     random_state,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
-from lightning_hybrid.pipeline.shapes import Boundary, boundary_of
+from lightning_hybrid.pipeline.shapes import Boundary
 from lightning_hybrid.precision.master_weights import MasterWeights
 
 # Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
@@ -84,15 +84,17 @@ class TrainingStep:
         shapes = digest_of(batch, with_values=False)
         stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
         whole = self._loss_in_one_piece() if self._is_first_step else None
-        boundaries = stages.boundaries((shapes, "training"), self._boundary)
-        self._num_rows = stages.num_microbatches * boundaries[0].shape[0]
+        boundaries = stages.boundaries((shapes, "training"), self._first_input)
+        self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
         if shapes not in self._schedules:
             # That of the last shapes alone: each holds memory for the messages of all micro-batches.
             self._schedules = {shapes: self._new_schedule(boundaries)}
         with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
             output = self._schedules[shapes]()
+            stages.watchdog.note("waiting for the gradients of tied weights", is_waiting=True)
+            stages.watchdog.wait_for(stages.tied.sum_gradients_)
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
-            output = stages.shared_output(output, stages.num_microbatches, boundaries[-1])
+            output = stages.shared_output(output, stages.num_microbatches, boundaries[-1][0])
         self._parts = ()
         if whole is not None:
             self._compare(whole)
@@ -108,11 +110,12 @@ class TrainingStep:
             with self.draws(0), self._muting.muted(), apart:
                 return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
 
-        whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
-        if stages.ranks.is_first:
-            return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
-        with whole:
-            return ""  # the first rank's counts
+        with stages.whole():
+            whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
+            if stages.ranks.is_first:
+                return loss_of_whole(stages.module, stages.net, whole, run, eps=self._eps)
+            with whole:
+                return ""  # the first rank's counts
 
     def _compare(self, whole: float | str) -> None:
         self._is_first_step = False
@@ -145,7 +148,7 @@ class TrainingStep:
         """
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            given = only_tensor(args, kwargs)
+            given = only_tensors(args, kwargs)[0]
             if given.dim() == 0 or given.shape[0] != self._num_rows:
                 raise ValueError(
                     f"The network's input for a whole batch (of shape {tuple(given.shape)}) must have the rows of its "
@@ -183,7 +186,7 @@ class TrainingStep:
         inside, named = set(map(id, self._stages.net.buffers())), self._stages.module.named_buffers()
         return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
-    def _new_schedule(self, boundaries: Sequence[Boundary]) -> Callable[[], Tensor | None]:
+    def _new_schedule(self, boundaries: Sequence[tuple[Boundary, ...]]) -> Callable[[], Tensor | None]:
         from lightning_hybrid.pipeline.checked_stage import (  # here: it takes a second
             CheckedStage,
             StageSetting,
@@ -217,11 +220,11 @@ class TrainingStep:
         own = (-1 if number is None else number, -1 if stage is None else stage)
         return random_state((*self._place, *own), self._stages.device)
 
-    def _boundary(self) -> Boundary:
+    def _first_input(self) -> tuple[Tensor, ...]:
         with put_back(self._stages.module):
-            return boundary_of(self._input_of(0))
+            return self._input_of(0)
 
-    def _input_of(self, number: int) -> Tensor:
+    def _input_of(self, number: int) -> tuple[Tensor, ...]:
         module, part = self._stages.module, own_copy(self._parts[number])
         with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))

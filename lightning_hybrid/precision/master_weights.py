@@ -201,7 +201,7 @@ class MasterWeights:
                 if not isinstance(child, _BatchNorm):
                     self.hooks.compute_in_fp32(child)
                 continue
-            if _is_reparametrised(child) or (self._keep_fp32 and isinstance(child, self._keep_fp32)):
+            if is_reparametrised(child) or (self._keep_fp32 and isinstance(child, self._keep_fp32)):
                 continue
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
@@ -337,8 +337,8 @@ def _was_written(low: Tensor) -> bool:
     return getattr(low, "clean_version", None) != low._version
 
 
-def _is_reparametrised(module: nn.Module) -> bool:
-    # New style (`parametrizations`) or old (`weight_norm`, `spectral_norm`): a weight is computed from the parameters.
+def is_reparametrised(module: nn.Module) -> bool:
+    """Return whether its weight is computed from parameters: `parametrizations`, `weight_norm`, `spectral_norm`."""
     return isinstance(module, parametrize.ParametrizationList) or any(
         isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
     )

@@ -287,7 +287,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
-        scale, is_alone = state.loss_scale, self._is_automatic and self._agree_on_overflow is None
+        scale, is_alone = state.loss_scale, self._is_automatic and not self._agree_on_overflow
         if scale is None or not scale.wants_largest or state.grad_scale is None or not is_alone:
             return None
         if self.masters is not None and self.masters.largest is not None:  # each rank has parts

@@ -176,11 +176,14 @@ class MicrobatchMixin(_Base):
     _unscaled: UnscaledGradients
     _last_loss: Tensor | None
     _device: torch.device
-    _agree_on_overflow: Callable[[Tensor], Tensor] | None = None
+    _agree_on_overflow: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def connect_stages(self, agree_on_overflow: Callable[[Tensor], Tensor] | None) -> None:
-        """Take what makes the verdicts of all stages one: 0-dim fp32 in, the largest of all stages out; None: alone."""
-        self._agree_on_overflow = agree_on_overflow
+        """Take what makes the verdicts of all stages one: 0-dim fp32 in, the largest of all stages out; None: alone.
+
+        Several are called one after the other: of the stages of a pipeline, and of the slices of a stage.
+        """
+        self._agree_on_overflow = () if agree_on_overflow is None else (*self._agree_on_overflow, agree_on_overflow)
 
     def begin_microbatches(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Make `p.grad` ready for the backward passes of a step; return the loss scale, None where there is none."""
@@ -207,10 +210,11 @@ class MicrobatchMixin(_Base):
         # A stage without gradients for this optimizer found none that are inf or nan, and the others wait for its word.
         if found_inf is None and is_asked:
             found_inf = torch.zeros((), device=self._device)
-        if found_inf is None or self._agree_on_overflow is None:
-            return found_inf
-        return self._agree_on_overflow(found_inf)
+        for agree in self._agree_on_overflow:
+            found_inf = None if found_inf is None else agree(found_inf)
+        return found_inf
 
     def _decides_alone(self, optimizer: Optimizer) -> bool:
         # Or with the ranks that hold other parts of its parameters, in its own step.
-        return self._agree_on_overflow is None or self.loss_scale is None or bool(getattr(optimizer, "parts", None))
+        has_parts = len(self._agree_on_overflow) == 1 and bool(getattr(optimizer, "parts", None))
+        return not self._agree_on_overflow or self.loss_scale is None or has_parts

@@ -47,6 +47,7 @@ CURES = {
     # the run
     "unequal nodes": "launch equal nodes",
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
+    "double precision": "take 32-true",
     "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
     "accumulation": "set strategy.num_microbatches to that many times what it is, and the batch of the loader too",
     "manual optimization": "return the loss from `training_step`",
@@ -59,6 +60,7 @@ CURES = {
     "GradientAccumulationScheduler": "set strategy.num_microbatches",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
+    "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss of the pairs of a micro-batch",
 }
@@ -93,7 +95,7 @@ EXCLUDED = tuple(
         ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
-        ("shard update", "pipeline", "a rank has masters and optimizer state of its stages only"),
+        ("shard update", "pipeline", "it shares the buckets of one wrapper of DDP, and each stage has one of its own"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
         ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
         (
@@ -105,7 +107,7 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
-        *((name, "node slices", _WHOLE) for name in ("pipeline", "adasum", "local steps")),
+        *((name, "node slices", _WHOLE) for name in ("adasum", "local steps")),
         ("world update", "node slices", "norms of slices are added over a node, and those of parts over all nodes"),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
@@ -123,13 +125,15 @@ EXCLUDED = tuple(
         ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
         ("unequal nodes", "node slices", "a slice is the same on every node"),
         ("precision", "shard update", f"the update is shared with {_PROVED}"),
-        ("precision", "pipeline", f"{_PROVED} alone are proved against accumulation"),
+        ("double precision", "shard update", f"the update is shared with {_PROVED}"),
+        ("precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"),
         ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
         ("gradient scaler", "error feedback", _RULE_OF_SCALE),
         ("gradient scaler", "node slices", "Lightning's loss scale would part between ranks, each with other slices"),
         ("manual steps", "error feedback", _SEVERAL),
         ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
         ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
+        ("norm of all", "pipeline", "an optimizer has the gradients of its rank's stages"),
         ("SyncBatchNorm", "pipeline", "each micro-batch has its statistics, as batches of an accumulation have"),
         (
             "SyncBatchNorm",
@@ -206,7 +210,8 @@ def in_nodes(topology: Topology) -> dict[str, str]:
 def in_precision(plugin: Any) -> dict[str, str]:
     """Return what of the precision excludes options."""
     text = f"`precision` (={plugin.precision!r})"
-    found = {} if plugin.precision in PRECISIONS else {"precision": text}
+    kind = "double precision" if plugin.precision == "64-true" else "precision"
+    found = {} if plugin.precision in PRECISIONS else {kind: text}
     return found | ({"gradient scaler": text} if has_grad_scaler(plugin) else {})
 
 

@@ -36,7 +36,7 @@ class FitContext:
 
     module: pl.LightningModule
     precision: Any  # the plugin
-    topology: Topology
+    topology: Topology  # in a pipeline `ReplicaSets` of the stages
     device: torch.device
     timeout: timedelta
     ddp_options: Mapping[str, Any]  # arguments of `DistributedDataParallel`

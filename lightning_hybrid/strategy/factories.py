@@ -26,7 +26,7 @@ def made_for(strategy: Any) -> Extensions | None:
     fit = FitContext(
         module=strategy.lightning_module,
         precision=strategy.precision_plugin,
-        topology=comm.topology,
+        topology=getattr(strategy, "replicas", comm.topology),  # of a stage, in a pipeline
         device=strategy.root_device,
         timeout=strategy._timeout,
         ddp_options=strategy._ddp_kwargs,

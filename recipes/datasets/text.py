@@ -74,8 +74,8 @@ class Sequences:
             targets.append(own[masked])
             own[masked] = shown
             tokens[row, 1:-1] = own
-            positions.append(row * length + 1 + masked)
-        all_positions, all_targets = (torch.from_numpy(np.concatenate(each)) for each in (positions, targets))
+            positions.append(1 + masked)
+        all_positions, all_targets = (torch.from_numpy(np.stack(each)) for each in (positions, targets))
         return (torch.from_numpy(tokens), all_positions), all_targets
 
 
@@ -105,8 +105,8 @@ class TextLoader(ResumableLoader):
     """One rank's share of shuffled epochs of masked sequences, resumable after any batch.
 
     Yields:
-        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some masked; positions int64 `"masked"`, theirs
-        in the flattened tokens, as many in each sequence; targets int64 `"masked"`, what was there.
+        `((tokens, positions), targets)`: tokens int64 `"batch length"`, some masked; positions int64 `"batch masked"`,
+        theirs in each sequence; targets int64 `"batch masked"`, what was there.
     """
 
     reads_ahead = True  # and gives new memory for each batch: see `DevicePrefetcher`

@@ -57,6 +57,9 @@ class Bert(nn.Module):
             attention_probs_dropout_prob=dropout,
         )
         self.network: Any = BertForMaskedLM(config)
+        bert = self.network.bert
+        beside = [_Beside(layer) for layer in (bert.embeddings, *bert.encoder.layer)]
+        self._blocks = [*beside, _Head(self.network.cls)]  # in a list: their names are those of `transformers`
         self.checkpoint_activations = checkpoint_activations
 
     @property
@@ -73,17 +76,45 @@ class Bert(nn.Module):
 
     def forward(self, text: tuple[Tensor, Tensor]) -> Tensor:
         """Return the logits of the masked tokens, `"masked num_classes"`; `text` as in `datasets.text.TextLoader`."""
-        tokens, positions = text
-        states = self.network.bert(tokens).last_hidden_state.flatten(0, 1)
-        logits: Tensor = self.network.cls(states[positions])
+        x: Any = text
+        for block in self._blocks:
+            x = block(*x)
+        logits: Tensor = x
         return logits
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        """Return embeddings, layers and head: the stages of a pipeline are cut between them."""
+        return self._blocks
 
     def example(self, num_sequences: int, *shape: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return an input for the planner: of `(length,)`, or of the longest sequences for the shape of an image."""
         length = shape[0] if len(shape) == 1 else self.network.config.max_position_embeddings
-        num_masked = num_sequences * max(1, round(0.15 * (length - 2)))
+        num_masked = max(1, round(0.15 * (length - 2)))
         tokens = torch.zeros(num_sequences, length, dtype=torch.int64, device=device)
-        return tokens, torch.zeros(num_masked, dtype=torch.int64, device=device)
+        return tokens, torch.zeros(num_sequences, num_masked, dtype=torch.int64, device=device)
+
+
+class _Beside(nn.Module):
+    """A layer of states, and the positions of masked tokens, which go on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(states), positions
+
+
+class _Head(nn.Module):
+    """The logits of masked tokens alone."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self.head(states.take_along_dim(positions[..., None], 1).flatten(0, 1))
+        return logits
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -91,21 +91,21 @@ class Classifier(pl.LightningModule):
         self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
 
     def forward(self, images: Any) -> Tensor:
-        """Return logits, fp32 whatever the network computes in: the loss is fp32 before any mean."""
+        """Return logits, fp32 at least whatever the network computes in: the loss is fp32 before any mean."""
         if isinstance(images, Tensor):  # and no text
             images = images.contiguous(memory_format=self.memory_format)
         logits: Tensor = self.model(images)
-        return logits.float()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the cross entropy of this rank's batch, with smoothed labels where asked."""
         images, labels = batch
-        return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        return F.cross_entropy(self(images), labels.flatten(), label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss on the plain labels and accuracy; the metrics add up over batches and ranks."""
         images, labels = batch
-        logits = self(images)
+        logits, labels = self(images), labels.flatten()
         self.val_loss(F.cross_entropy(logits, labels), weight=len(labels))
         self.val_acc(logits, labels)
         self.log(m.VAL_LOSS, self.val_loss, on_step=False, on_epoch=True)
@@ -117,7 +117,7 @@ class Classifier(pl.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log accuracy, top-1 and top-5."""
         images, labels = batch
-        logits = self(images)
+        logits, labels = self(images), labels.flatten()
         self.test_acc(logits, labels)
         self.log(m.TEST_ACC, self.test_acc, on_step=False, on_epoch=True)
         if self.test_acc_top5 is not None:

@@ -47,7 +47,8 @@ def rank_main(host: str, local: int, port: int, options: dict[str, Any], folder:
     node, port = (ord(host) - ord("a"), part["port"]) if part.get("is_plain") else (0, port)
     rank, world_size = node * options["ranks"] + local, num_hosts * options["ranks"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(options["ranks"]), "TORCHELASTIC_RUN_ID": "x"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if "meet" in part else "lo"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -59,10 +60,14 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
+    from lightning.pytorch.utilities import rank_zero_only
     from torch import nn
     from torch.nn import functional
+    from torchmetrics import SumMetric
 
     from lightning_hybrid import HybridAllReduceStrategy
+    from lightning_hybrid.callbacks.ema import MasterWeightAveraging
     from lightning_hybrid.optim import LARS
     from lightning_hybrid.strategy.elastic import elastic_fit, views
     from lightning_hybrid.strategy.elastic.option import Elastic
@@ -89,10 +94,16 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                 nn.Linear(width, width),
             )
             self.head = nn.Linear(width, 10)
+            self.seen = SumMetric()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1])
-            self.log("images", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum")
+            loss, num = functional.cross_entropy(self.head(self.layers(batch[0])).float(), batch[1]), len(batch[1])
+            if "window" not in part:
+                self.log("images", float(num), on_step=False, on_epoch=True, reduce_fx="sum")
+                self.log("all_images", float(num), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+                self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=num)
+                self.seen(num)
+                self.log("seen", self.seen, on_step=False, on_epoch=True)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -114,11 +125,17 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                         time.sleep(0.01)
                     note(event="go", step=trainer.global_step, processor_s=time.process_time())
                 return
-            values = [one.detach().numpy().tobytes() for one in module.state_dict().values()]
+            of_ema = averages._average_model.module.state_dict() if averages else {}
+            tensors = {**module.state_dict(), **{f"average of {name}": one for name, one in of_ema.items()}}
+            values = [one.detach().numpy().tobytes() for one in tensors.values()]
+            rate, loss = trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics["loss_step"])
+            values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             views = strategy._comm.elastic_fit._views
             hosts, view = views.topology.num_nodes, views.groups._number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
+            if trainer.global_step == part["end"] and "to" in part:  # at the end of the fit the module has the average
+                trainer.save_checkpoint(part["to"])
             time.sleep(PAUSE_S)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -128,7 +145,18 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="checkpoint")
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            note(event="epoch", epoch=trainer.current_epoch, images=float(trainer.callback_metrics["images"]))
+            counts = {name: float(trainer.callback_metrics[name]) for name in ("images", "all_images", "seen")}
+            note(event="epoch", epoch=trainer.current_epoch, **counts)
+
+    class Rows(Logger):
+        name, version = "rows", 0
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+        @rank_zero_only
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            if "loss_step" in metrics:
+                note(event="row", step=step, loss=metrics["loss_step"])
 
     num_hosts, meet = options["hosts"], options["meet"]
     ways: dict[str, Any] = {"ranks_per_node": options["ranks"], "comm": Comm(tune="off")}
@@ -147,6 +175,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
+    averages = None if "window" in part else MasterWeightAveraging(0.9)
+    averages_and_note = [*([averages] if averages else []), Note()]
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -155,8 +185,9 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         strategy=strategy,
         precision=options["precision"],
         max_steps=part["end"],
-        callbacks=[Note(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
-        logger=False,
+        callbacks=[*averages_and_note, ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
+        logger=False if "window" in part else Rows(),
+        log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -167,8 +198,6 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     except BaseException as error:
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
         raise
-    if "to" in part:
-        trainer.save_checkpoint(part["to"])
     note(event="end", step=trainer.global_step)
 
 
@@ -190,13 +219,17 @@ def _spoil(seen: Any, load: Any, *args: Any, **kwargs: Any) -> None:
 class Hosts:
     """The hosts of a run, each with processes of its own, and what they note."""
 
+    main: Any = staticmethod(rank_main)
+
     def __init__(self, options: dict[str, Any], folder: Path, part: dict[str, Any]) -> None:
-        self._options, self._part, self.folder = options | {"meet": _free_addresses(options["hosts"])}, part, folder
+        self._options, self._part, self.folder = options, part, folder
+        self._options |= {"meet": part.get("meet") or _free_addresses(options["hosts"])}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._context = multiprocessing.get_context("forkserver")
         self.running: dict[str, list[Any]] = {}
         self._read: dict[Path, int] = {}
+        self.num_restarts = 0
         self.rows: list[dict[str, Any]] = []
 
     def start(self, host: str) -> None:
@@ -204,7 +237,7 @@ class Hosts:
         port = _free_port()
         self.running[host] = [
             self._context.Process(
-                target=rank_main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
+                target=self.main, args=(host, local, port, self._options, str(self.folder), self._part), daemon=True
             )
             for local in range(self._options["ranks"])
         ]
@@ -224,6 +257,9 @@ class Hosts:
             process.kill()
             process.join()
 
+    def _has_ended_itself(self, host: str) -> bool:
+        return any(process.exitcode == 75 for process in self.running[host])
+
     def look(self) -> list[dict[str, Any]]:
         """Read what is new."""
         new = []
@@ -236,10 +272,14 @@ class Hosts:
         self.rows += sorted(new, key=lambda row: row["t"])
         return new
 
-    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0) -> None:
-        """Wait until something is in the rows."""
+    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False) -> None:
+        """Wait until something is in the rows; `restarts` a host that has ended itself, as its launcher does."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
+            for name in [name for name in self.running if restarts and self._has_ended_itself(name)]:
+                self.num_restarts += 1
+                self.end(name)
+                self.start(name)
             if any(row["event"] == "error" for row in self.look()):
                 raise RuntimeError(f"{what}: {[row for row in self.rows if row['event'] == 'error']}")
             if time.monotonic() > ends_s:
@@ -303,7 +343,11 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         joins_s = time.monotonic()
         for name in lost:
             run.start(name)
-        run.wait("joined", lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names))
+        run.wait(
+            "joined",
+            lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names),
+            restarts=True,
+        )
         rows = [row for row in run.steps(left[0])[0] if row["t"] > joins_s]
         pauses = [later["t"] - row["t"] for row, later in pairwise(rows)]
         losses.append({"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)})
@@ -370,16 +414,20 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     per_process: dict[str, list[int]] = {}
     for row in steps:
         per_process.setdefault(row["process"], []).append(row["step"])
+    epochs = [row for row in run.rows if row["event"] == "epoch" and row["local"] == 0]
+    logged = [row["step"] for row in run.rows if row["event"] == "row"]
     found = {
         "losses": len(losses),
+        "ended_themselves": run.num_restarts,
         "steps": len({row["step"] for row in steps}),
         "twice_or_missing": sum(made != list(range(made[0], made[0] + len(made))) for made in per_process.values()),
         "with_two_digests": sum(
             len({r["digest"] for r in steps if r["step"] == step}) > 1 for step in {r["step"] for r in steps}
         ),
-        "images_per_epoch": sorted(
-            {row["images"] for row in run.rows if row["event"] == "epoch" and row["local"] == 0}
-        ),
+        **{f"{name}_per_epoch": sorted({row[name] for row in epochs}) for name in ("images", "all_images", "seen")},
+        "rows": len(logged),
+        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - set(logged)),
+        "rows_twice": len(logged) - len(set(logged)),
     }
     if wanted is not None:
         found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)

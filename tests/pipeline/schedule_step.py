@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,13 +29,16 @@ def step_over(
     """
     group: Any = dist.new_group(list(range(dist.get_world_size())))
     watchdog = PipelineWatchdog(timeout=TIMEOUT, device=torch.device("cpu"))
+    given = replace(given, has_gradient=True)
     x = given.empty("cpu").fill_(1.0)
     stages = []
     for index, block in blocks.items():
         setting = StageSetting(
             index=index, num_stages=num_stages, device=torch.device("cpu"), group=group, pairs=(), note=watchdog.note
         )
-        stages.append(CheckedStage(StageBody([block]), setting, given=given, returned=given, input_of=lambda _: x))
+        stages.append(
+            CheckedStage(StageBody([block]), setting, given=[given], returned=[given], input_of=lambda _: (x,))
+        )
     run = schedule_of(schedule, stages, num_microbatches=num_microbatches, loss_of=lambda output, _: output.sum())
 
     def step() -> None:

@@ -69,6 +69,12 @@ def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_ran
     assert_equal(two_ranks, one_rank, WithLamb, options=options, precision="bf16-true")
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("module", "precision"), [(WithLamb, "16-true"), (WithLars, "32-true")])
+def test_a_schedule_that_computes_gradients_of_weights_apart(one_rank, two_ranks, module, precision):
+    assert_equal(two_ranks, one_rank, module, options={"schedule": "zero_bubble"}, precision=precision)
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("at", [5, 1, 8], ids=["in the middle", "in the first", "in the last"])
@@ -85,7 +91,7 @@ PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "64-true"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_schedule_trains_what_accumulation_trains(rank_pool, place, precision):
     num_stages, num_data_ranks, counts = PLACES[place]

@@ -43,6 +43,41 @@ class Caching(Block):
         return kept["table"]
 
 
+class Attends(nn.Module):
+    """Gives the next a mask of bools, places, weights without a gradient and a residual besides the hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x, mask=None, places=None, bias=None, residual=None):
+        if mask is None:
+            mask, residual, places = x > 0, x.sin() + self.linear(x), x.argsort(-1)
+            bias = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+        attended = self.linear(self.norm(residual)).masked_fill(mask, 0) + bias.mul(x)
+        return x.add(attended).gather(-1, places), mask, places, bias, residual + x.tanh()
+
+
+class Joins(nn.Linear):
+    def forward(self, x, mask, places, bias, residual):
+        return super().forward(x - residual)
+
+
+class ManyTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Attends() for _ in range(3)), Joins(WIDTH, WIDTH)])
+
+    def pipeline_blocks(self):
+        return list(self.blocks)
+
+    def forward(self, *x):
+        for block in self.blocks:
+            x = block(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        return x[0]
+
+
 def blocks(kind):
     table = torch.linspace(-1, 1, WIDTH)
     return {
@@ -57,7 +92,7 @@ class Ordinary(toy.Toy):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(*blocks(kind), nn.Linear(WIDTH, toy.NUM_CLASSES))
+        self.net = ManyTensors() if kind == "many" else nn.Sequential(*blocks(kind), nn.Linear(WIDTH, toy.NUM_CLASSES))
 
     def validation_step(self, batch, batch_idx):
         images, targets = batch
@@ -79,6 +114,7 @@ def left_by(kind, path, scene):
         pytest.param("in place", [1], id="a stage begins with an operation in place"),
         pytest.param("shared buffer", None, id="a buffer is shared by all blocks"),
         pytest.param("cached", None, id="blocks keep a tensor of their first forward"),
+        pytest.param("many", [2], id="several tensors go from block to block"),
     ],
 )
 def test_networks_as_users_write_them_train_as_under_accumulation(one_rank, two_ranks, tmp_path, kind, cuts):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
-from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_stages
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
+from lightning_hybrid.pipeline.cuts import BlockProfile
 from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
 from lightning_hybrid.pipeline.rank_layout import OtherStages
@@ -26,11 +27,12 @@ from tests.scenes import at, fit, play
     ("options", "words"),
     [
         ({"schedule": "pipedream"}, "weight stashing"),
-        ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved"),
+        ({"schedule": "fastest"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble"),
         ({"num_stages": 1}, "one stage is no pipeline"),
         ({"num_stages": 4, "num_microbatches": 2}, "must be at least `num_stages` (=4)"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
+        ({"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)}, "limits one stage"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
@@ -44,12 +46,6 @@ class Module(pl.LightningModule):
         super().__init__()
         for name, child in children.items():
             setattr(self, name, child)
-
-
-def tied():
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    return Module(net=nn.Sequential(first, second))
 
 
 def compiled():
@@ -69,12 +65,11 @@ class Own(nn.Sequential):
         (lambda: Module(body=nn.Linear(1, 1)), "those with parameters are body"),
         (lambda: Module(net=Own(nn.Linear(1, 1))), "must be an nn.Sequential"),
         (lambda: Module(net=nn.Sequential(nn.Linear(1, 1)), head=nn.Linear(1, 1)), "Parameters `head.weight`"),
-        (tied, "is also in block 0: tied weights"),
         (compiled, "must not be compiled as a whole"),
     ],
 )
 def test_networks_that_cannot_be_cut_are_refused(module, words):
-    with pytest.raises(ValueError, match=r"`of`|tied|Parameter") as caught:
+    with pytest.raises(ValueError, match=r"`of`|Parameter") as caught:
         blocks_of(module(), "net")
     assert words in str(caught.value)
 
@@ -83,7 +78,9 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
     ("call", "words"),
     [
         (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
+        (lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"), "must have one pipeline"),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
+        (lambda: cut_places([1.0, 1.0], BlockProfile(seconds=[1.0] * 3), 2), "a profile of 3 blocks"),
         (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
         (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"one first dimension .* \(= 8"),
@@ -94,31 +91,32 @@ def test_numbers_that_do_not_fit_are_refused(call, words):
         call()
 
 
-def test_a_network_that_is_called_otherwise_than_with_one_tensor_and_a_loss_of_none_are_refused():
+def test_a_network_that_is_called_otherwise_than_with_tensors_and_a_loss_of_none_are_refused():
     net = nn.Identity()
     with pytest.raises(ValueError, match="must return a loss"):
         loss_in(None)
-    with pytest.raises(ValueError, match="must be called with one tensor"):
-        input_of_net(net, lambda: net([torch.zeros(1)]))
+    for call in (lambda: net([torch.zeros(1), None]), lambda: net(input=torch.zeros(1))):
+        with pytest.raises(ValueError, match="must be called with tensors, without names"):
+            input_of_net(net, call)
     with pytest.raises(ValueError, match="must call the network"):
         input_of_net(net, lambda: torch.zeros(1))
     assert "forward" not in vars(net)
 
 
-def test_blocks_with_several_tensors_or_shapes_by_value_are_refused():
-    class Two(nn.Module):
+def test_blocks_with_other_things_than_tensors_or_shapes_by_value_are_refused():
+    class Named(nn.Module):
         def forward(self, x):
-            return x, x
+            return {"x": x}
 
     class ByValue(nn.Module):
         def forward(self, x):
             return x[x > 0]
 
     given, cpu = Boundary((2, 3), torch.float32), torch.device("cpu")
-    with pytest.raises(ValueError, match="must return one floating-point tensor"):
-        output_of([Two()], given, cpu)
+    with pytest.raises(ValueError, match="must return a floating-point tensor or a tuple"):
+        output_of([Named()], [given], cpu)
     with pytest.raises(ValueError, match="must have a shape that does not depend on values"):
-        output_of([ByValue()], given, cpu)
+        output_of([ByValue()], [given], cpu)
 
 
 def test_gathering_is_refused_where_metrics_and_logs_are_muted():
@@ -167,6 +165,8 @@ def different(what):
     rank, more = dist.get_rank(), {}
     if what == "cuts":
         more["cuts"] = [2 + rank]
+    elif what == "profiles":
+        more["cuts"] = BlockProfile(seconds=[[3, 4], [2, 2, 2]][rank] + [1] * (7 - rank))
     elif what == "num_microbatches":
         more["num_microbatches"] = 4 * (1 + rank)
     elif what == "labels":
@@ -184,6 +184,7 @@ def different(what):
     ("what", "words"),
     [
         ("cuts", "`cuts` is [2] on rank 0 and [3] on rank 1"),
+        ("profiles", "`cuts` is [2] on rank 0 and [3] on rank 1"),
         ("num_microbatches", "`num_microbatches` is 4 on rank 0 and 8 on rank 1"),
         ("blocks", "`blocks` is '9 of"),
         ("labels", "The batch must be the same on all ranks of a pipeline"),
@@ -310,5 +311,5 @@ def test_a_stage_without_gradients_sends_its_norms_from_the_rank_s_device(monkey
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
     frozen = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    clip_by_norm_over_stages(frozen, 1.0, group=None, device=torch.device("meta"))
+    clip_by_norm_over_ranks(frozen, 1.0, stage_group=object(), device=torch.device("meta"))
     assert sent == ["meta"]

@@ -1,5 +1,7 @@
 """How many micro-batches a rank keeps for backward, which is a pipeline's memory."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,3 +62,51 @@ def test_so_do_four_ranks_in_the_planners_order(four_ranks, schedule, num_microb
         steps = [1 if task.is_forward else -1 for task in tasks]
         planned.append(max(sum(steps[:end]) for end in range(1, len(steps) + 1)))
     assert four_ranks.run(most_kept, schedule, num_microbatches, parts) == planned
+
+
+FORWARD_S, BACKWARD_S = 0.1, 0.2
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD_S)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Sleeping(Block):
+    def forward(self, x):
+        return Sleeps.apply(x * self.weight)
+
+
+def waiting_part(schedule, num_microbatches):
+    """The part of a step in which this rank's stage neither computes forward nor backward; the least of three steps."""
+    num, rank = dist.get_world_size(), dist.get_rank()
+    sizes = {"num_stages": num, "num_microbatches": num_microbatches}
+    with step_over(schedule, {rank: Sleeping(None)}, Boundary((4, 16), torch.float32), **sizes) as step:
+        found = []
+        for _ in range(4):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()
+            found.append(1 - num_microbatches * (FORWARD_S + BACKWARD_S) / (time.perf_counter() - begin))
+    return min(found[1:])
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("schedule", "num_stages"),
+    [("1f1b", 2), pytest.param("gpipe", 4, marks=pytest.mark.long), pytest.param("1f1b", 4, marks=pytest.mark.long)],
+)
+def test_stages_wait_at_most_a_tenth_longer_than_the_formula_says(rank_pool, schedule, num_stages):
+    num_microbatches = 2 * num_stages
+    formula = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    found = rank_pool.ranks(num_stages).run(waiting_part, schedule, num_microbatches)
+    print(formula, found)
+    assert all(formula <= each <= 1.1 * formula for each in found)

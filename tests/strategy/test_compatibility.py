@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hybrid import Adasum, Comm, Elastic, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.flavours import fabric
-from lightning_hybrid.optim import LARS
+from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.pipeline.options import refuse_in_pipeline
 from lightning_hybrid.strategy import compatibility as table
 from lightning_hybrid.strategy.feedback_state import refuse_unknown_outcomes
@@ -54,6 +54,7 @@ def adam_of_ones_own():
 FOUND = {
     "unequal nodes": lambda: table.in_nodes(Topology(rank=0, nodes=((0, 1), (2,)))),
     "precision": lambda: table.in_precision(precision("bf16-mixed")),
+    "double precision": lambda: table.in_precision(precision("64-true")),
     "gradient scaler": lambda: table.in_precision(precision("16-mixed", scaler=object())),
     "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
     "ModelPruning": lambda: table.in_callbacks([PRUNING]),
@@ -68,13 +69,14 @@ OF_A_PIPELINE = {
     "accumulation": {"accumulate_grad_batches": 4},
     "manual optimization": {"automatic_optimization": False},
     "SyncBatchNorm": {"_layer_sync": object()},
-    "precision": {"precision": "64-true"},
+    "precision": {"precision": "16-mixed"},
+    "norm of all": {"optimizers": [LAMB(LAYER.parameters(), lr=0.1, max_grad_norm=1.0)]},
 }
 
 
 def in_a_pipeline(name):
     seen = {"accumulate_grad_batches": 1, "automatic_optimization": True, "_layer_sync": None, "precision": "32-true"}
-    one = SimpleNamespace(**seen | OF_A_PIPELINE[name])
+    one = SimpleNamespace(**seen | {"optimizers": []} | OF_A_PIPELINE[name])
     one.strategy = one
     refuse_in_pipeline(one, one, one)
 

@@ -89,7 +89,12 @@ class Settings:
     @property
     def tick_s(self) -> float:
         """Time between two signs of life."""
-        return self.silent_s / 4
+        return self.silent_s / 8
+
+    @property
+    def rank_silent_s(self) -> float:
+        """After how long a rank of the own host is lost: longer, as the whole host then ends."""
+        return 2 * self.silent_s
 
     @property
     def path(self) -> str:

@@ -24,7 +24,7 @@ from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
-from lightning_hybrid.strategy.elastic.step_logs import StepLogs, SummedMetric, collected, summed_metrics, take
+from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
 from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
 
 _WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
@@ -62,12 +62,10 @@ class ElasticFit:
         self._views: Views | None = None
         self._buckets: list[FlatBucket] = []
         self._buffers: list[dict[str, Tensor | None]] = []  # of each submodule that has some: to walk takes long
-        self._metrics: list[SummedMetric] = []
+        self._epoch_logs: EpochLogs
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
-        self._earlier: dict[str, Any] | None = None  # what others had collected as this host was behind, to be taken
-        self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -133,10 +131,9 @@ class ElasticFit:
             parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
             self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
             self._buffers = [one._buffers for one in self._module.modules() if one._buffers]
-            self._metrics = summed_metrics(self._module)
+            self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
             engine, timeout = self._comm.engine, self._timeout
-            logs: dict[str, Any] = {"collected": self._collected, "take": self._take}
-            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, **logs)
+            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, logs=logs)
             self._views.enter(self._use)
 
     def _optimizer_step(
@@ -187,7 +184,7 @@ class ElasticFit:
 
     def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
         buffers, outputs, run_first = self._copied_buffers(), None, closure
-        self._logs = logs = self._new_logs()
+        self._logs = logs = self._epoch_logs.step()
         try:
             for _ in range(MOST_VIEWS):
                 if not views.ended:
@@ -203,24 +200,6 @@ class ElasticFit:
         finally:
             self._logs = None
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
-
-    def _collected(self) -> dict[str, Any]:
-        trainer = self._module.trainer
-        return {"epoch": trainer.current_epoch, **collected(trainer._results, self._metrics)}
-
-    def _take(self, found: dict[str, Any]) -> None:
-        if self._comm.topology.local_rank == 0:  # which keeps the sums of a host
-            self._earlier = found
-            if self._logs is not None:  # else in the next step: as an epoch begins metrics may be reset
-                self._new_logs()
-
-    def _new_logs(self) -> StepLogs:
-        trainer, earlier = self._module.trainer, self._earlier
-        if earlier is not None:
-            take(earlier, trainer._results, self._metrics)
-            self._unseen, self._earlier = (earlier["epoch"], earlier["values"]), None
-        unseen = self._unseen[1] if self._unseen[0] == trainer.current_epoch else {}
-        return StepLogs(trainer._results, self._metrics, unseen)
 
     def _is_whole(self, views: Views) -> bool:
         # All ranks of a host make a step or none: Lightning has them wait for each other before the next batch, and
@@ -246,8 +225,7 @@ class ElasticFit:
             logs.end_shard()
         self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
-        if after_first:  # as under `ddp`, where each rank sees one shard
-            self._put_buffers(after_first)
+        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -267,7 +245,7 @@ class ElasticFit:
         return [each.clone() for each in self._present_buffers()]
 
     def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._present_buffers(), values, strict=True):
+        for buffer, value in zip(self._present_buffers(), values, strict=bool(values)):
             buffer.copy_(value)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
@@ -281,8 +259,7 @@ class ElasticFit:
         world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
             dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
-        is_first = views.topology.local_rank == 0
-        logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        logs.share(world, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, Listener
 
 import torch.distributed as dist
 
@@ -18,32 +18,20 @@ class HostVote:
 
     def __init__(self, topology: Topology) -> None:
         num_others, self._is_first = len(topology.node) - 1, topology.local_rank == 0
-        self._others = []
-        if num_others:
-            listener = Listener(family="AF_UNIX", backlog=num_others) if self._is_first else None
-            address = [str(listener.address if listener else "")]
+        self._others: list[Connection] = []
+        if not num_others:
+            return
+        with Listener(family="AF_UNIX", backlog=num_others) as listener:  # the first rank's is used
+            address: list[str] = [str(listener.address)]
             dist.broadcast_object_list(address, src=0)
-            if listener is None:
-                self._others = [Client(*address)]
-            else:
-                with listener:
-                    self._others = [listener.accept() for _ in range(num_others)]
+            self._others = [listener.accept() for _ in range(num_others)] if self._is_first else [Client(address[0])]
 
     def __call__(self, is_so: bool) -> bool:
         """Return whether it is so on all. Collective among them."""
         if not self._is_first:
-            self._tell(is_so)
+            self._others[0].send_bytes(b"1" if is_so else b"0")
         votes = [one.recv_bytes() == b"1" for one in self._others]
         is_so = is_so and all(votes)
-        if self._is_first:
-            self._tell(is_so)
-        return is_so
-
-    def _tell(self, is_so: bool) -> None:
-        for one in self._others:
+        for one in self._others if self._is_first else ():
             one.send_bytes(b"1" if is_so else b"0")
-
-    def close(self) -> None:
-        """Close the sockets."""
-        for one in self._others:
-            one.close()
+        return is_so

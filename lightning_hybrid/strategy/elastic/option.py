@@ -19,7 +19,7 @@ class Elastic(OptionValue):
         max_hosts: hosts that share a step when all are there.
         meet: addresses `"ip:port"` at which hosts find each other, in a list or with commas; the first one's host
             decides where half of the hosts cannot hear the other half.
-        min_hosts: with fewer the run does not begin.
+        min_hosts: with fewer the run does not begin, and one that goes on waits for more.
         silent_s: seconds without a sign of life after which a host is lost.
 
     Raises:

@@ -14,40 +14,47 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-_SENT = ("value", "cumulated_batch_size")
+_SUMS = ("value", "cumulated_batch_size")
 SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
 
 
-def summed_metrics(module: nn.Module) -> list[SummedMetric]:
-    """Return the metrics in a module."""
-    metrics: list[Any] = [one for one in module.modules() if isinstance(one, Metric)]
-    sums = [{name for name, how in one._reductions.items() if how is dim_zero_sum} for one in metrics]
-    return list(zip(metrics, map(sorted, sums), strict=True))
+class EpochLogs:
+    """What an epoch has collected so far, which hosts that are behind take; `is_first`: of its host, with the sums."""
 
+    def __init__(self, module: Any, *, is_first: bool) -> None:
+        metrics: list[Any] = [one for one in module.modules() if isinstance(one, Metric)]
+        sums = [[name for name, how in one._reductions.items() if how is dim_zero_sum] for one in metrics]
+        self._metrics: list[SummedMetric] = list(zip(metrics, sums, strict=True))
+        self._trainer, self._is_first = module.trainer, is_first
+        self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
 
-def collected(results: dict[str, Any], metrics: Sequence[SummedMetric]) -> dict[str, Any]:
-    """Return what an epoch has collected so far, to be sent to hosts that are behind."""
-    own = {
-        key: {name: now for name in _SENT if isinstance(now := getattr(one, name, None), Tensor)}
-        for key, one in results.items()
-        if one.is_tensor and one.meta.on_epoch
-    }
-    of_step = {key: one._forward_cache for key, one in results.items() if one.is_tensor and one.meta.on_step}
-    states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in metrics]
-    return {"values": own, "of_step": of_step, "metrics": states}
+    def step(self) -> StepLogs:
+        """Return the logs of a step that begins."""
+        epoch, unseen = self._unseen
+        return StepLogs(self._trainer._results, self._metrics, unseen if epoch == self._trainer.current_epoch else {})
 
+    def collected(self) -> dict[str, Any]:
+        """Return it, between two steps."""
+        values = {
+            key: {name: now for name in (*_SUMS, "_forward_cache") if isinstance(now := vars(one).get(name), Tensor)}
+            for key, one in self._trainer._results.items()
+        }
+        states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in self._metrics]
+        return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
-def take(found: dict[str, Any], results: dict[str, Any], metrics: Sequence[SummedMetric]) -> None:
-    """Take what was collected, in place of this host's own."""
-    for key, one in results.items():
-        vars(one).update(found["values"].get(key, {}))
-        one._forward_cache = found["of_step"].get(key, one._forward_cache)
-    for (metric, _), (states, count) in zip(metrics, found["metrics"], strict=True):
-        vars(metric).update(states, _update_count=count, _computed=None)
+    def take(self, found: dict[str, Any]) -> None:
+        """Take what another host has collected in place of the own."""
+        if not self._is_first:
+            return
+        self._unseen = found["epoch"], found["values"]
+        for key, one in self._trainer._results.items():
+            vars(one).update(found["values"].get(key, {}))
+        for (metric, _), (states, count) in zip(self._metrics, found["metrics"], strict=True):
+            metric.__dict__.update(states, _update_count=count, _computed=None)
 
 
 class StepLogs:
@@ -99,8 +106,8 @@ class StepLogs:
         for key, one in self._results.items():
             unseen = self._unseen.get(key, {})
             if not _is_shared(one):
-                if unseen and _is_sum(one):
-                    vars(one).update({name: getattr(one, name) + value for name, value in unseen.items()})
+                if one.meta.on_epoch and _is_sum(one):
+                    vars(one).update({name: getattr(one, name) + unseen[name] for name in _SUMS if name in unseen})
                 continue
             is_mean = one.meta.is_mean_reduction
             if not _is_sum(one):
@@ -108,7 +115,7 @@ class StepLogs:
             if shards := self._of_shards.get(key):
                 total = torch.stack(shards).sum(0)
                 added.append((one, "_forward_cache", torch.zeros_like(total), total, num_shards if is_mean else 1))
-            for name in ("value", "cumulated_batch_size") if one.meta.on_epoch else ():
+            for name in _SUMS if one.meta.on_epoch else ():
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
                     added.append((one, name, before + unseen.get(name, 0), now - before, 1))

@@ -19,7 +19,7 @@ from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
 from lightning_hybrid.comm.health.consensus import OrderError, software
-from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference
+from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
 from lightning_hybrid.comm.membership.membership import Membership
@@ -28,6 +28,7 @@ from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.run_status import tensors_of_replica
 from lightning_hybrid.strategy.elastic.host_vote import HostVote
 from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
 # Views in a row in which a step fails although no host is lost: then the cause is another.
 MOST_VIEWS = 20
@@ -41,25 +42,17 @@ class Views:
         strategy: has module, optimizers and precision, which a rank that is behind takes from another.
         engine: sums over the present view.
         timeout: of every wait for others.
+        logs: of the epoch, which a host that is behind takes, too.
 
     Attributes:
         ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
         committed: optimizer steps that this rank has.
-        collected, take: return what the epoch has collected in logs and metrics, and take it from another host.
     """
 
     def __init__(
-        self,
-        option: Elastic,
-        strategy: Any,
-        *,
-        engine: ViewEngine,
-        timeout: timedelta,
-        collected: Callable[[], Any],
-        take: Callable[[Any], None],
+        self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta, logs: EpochLogs
     ) -> None:
-        self._strategy, self._engine, self._timeout = strategy, engine, timeout
-        self._collected, self._take = collected, take
+        self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
         self.topology, self.seed = engine.topology, torch.initial_seed()
         self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
@@ -197,7 +190,6 @@ class Views:
                 dist.barrier()
             self._membership.say_goodbye()
         self._membership.close()
-        self._vote.close()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -217,14 +209,14 @@ class Views:
             # By all ranks of the host: with `shard_update` each has a part.
             checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
             if me.id == source.id:
-                torch.save((self.seed, checkpoint, self._collected()), file := io.BytesIO())
+                torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
         data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
         if me.id not in behind:
             return False
         self.seed, checkpoint, collected = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
-        self._take(collected)
+        self._logs.take(collected)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
         self._has_state = True
         return True
@@ -240,6 +232,8 @@ class Views:
                 connector.restore_callbacks()
                 connector.restore_training_state()
                 return
+            # Lightning's `WeightAveraging` puts the average in their place; its own is at the step before.
+            checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
             connector.restore_model()
             skipped = [int(state.num_skipped) for state in steps]
             connector.restore_precision_plugin_state()
@@ -255,22 +249,14 @@ class Views:
             connector._loaded_checkpoint = {}
 
     def _compare_replicas(self, view: View) -> None:
-        # As `ReplicaCheck` does: ranks of one place on their hosts have the same, with `shard_update` too.
         assert self.groups is not None
-        if (world := self.groups.world) is None:
-            return
-        trainer, device = self._strategy.lightning_module.trainer, self._engine.device
-        fingerprint = Fingerprint(device)
-        own = {name: fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
-        names = torch.frombuffer(bytearray("\n".join(own).encode()), dtype=torch.uint8).to(device)
-        combined = fingerprint.combine([*own.values(), fingerprint.of(names)])
-        least = torch.full((len(self.topology.node), 2), torch.iinfo(torch.int64).max)
-        least[self.topology.local_rank] = torch.stack([combined, ~combined])
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=world)
-        if torch.equal(least[:, 0], ~least[:, 1]):
-            return
+        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(self._engine.device)
         values: list[dict[str, int]] = [{} for _ in view.members]
-        dist.all_gather_object(values, {name: int(value) for name, value in own.items()}, group=world)
+        own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
+        if self.groups.world is not None:
+            dist.all_gather_object(values, own, group=self.groups.world)
+        if not names_that_differ(values):
+            return
         raise ReplicaDriftError(
             f"elastic: the hosts of view {view.number} do not hold the same model before step {view.target}: "
             f"{first_difference(values, [one.host for one in view.members])}. A host that joined has not got what the "

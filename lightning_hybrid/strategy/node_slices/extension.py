@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_slices
+from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
+from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.precision.averaging import averages_of, masters_of
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import (
@@ -45,7 +47,8 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
         )
         return None
     refuse_layers(module, layers, num_slices=len(topology.node))
-    return NodeSlicesExtension(layers)
+    here = [names for names in layers if not any(one.is_meta for one in _parameters(module, names))]
+    return NodeSlicesExtension(here)  # others are on the ranks of other stages
 
 
 class NodeSlicesExtension(FitExtension):
@@ -72,7 +75,7 @@ class NodeSlicesExtension(FitExtension):
             averages=averages_of(fit.trainer.callbacks),
             topology=fit.topology,
             timeout=fit.timeout,
-            is_synced=not fit.ddp_options.get("init_sync", True),
+            is_synced=isinstance(fit.topology, ReplicaSets) or not fit.ddp_options.get("init_sync", True),
         )
         rank_zero_info(f"slices: {', '.join(self._cut.names)} over the {len(fit.topology.node)} ranks of each node")
 
@@ -89,7 +92,7 @@ class NodeSlicesExtension(FitExtension):
             averages=lambda: bool(wrapped.require_backward_grad_sync),
         )
         _connect_stages(fit, slices.largest)
-        clip = partial(clip_by_norm_over_slices, slices=slices, group=slices.node)
+        clip = partial(clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node)
         fit.precision.clip_grad_by_norm = clip
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
@@ -144,6 +147,10 @@ class NodeSlicesExtension(FitExtension):
         _connect_stages(fit, None)
         if slices is not None:
             slices.end(fit.optimizers, is_whole=error is None)
+
+
+def _parameters(module: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]:
+    return [one for name in names for one in module.get_submodule(name).parameters()]
 
 
 def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:

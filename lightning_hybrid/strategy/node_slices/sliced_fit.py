@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
-from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group, own_group
+from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
@@ -96,7 +96,7 @@ class SlicedFit:
         if not is_synced:
             wholes = (p.detach() for name in self.names for p in module.get_submodule(name).parameters())
             broadcast_first_(list({id(one): one for one in wholes}.values()))
-        self.node = new_node_group(topology, timeout=timeout, desc="slices")
+        self.node = own_group(topology.partition("node"), timeout=timeout, desc="slices")
         self.across: Any = None
         if topology.num_nodes > 1:
             self.across = own_group(topology.partition("across"), timeout=timeout, desc="equal slices")

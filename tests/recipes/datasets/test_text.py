@@ -104,12 +104,11 @@ def batches(packed, *, world_size=1, accumulate=1, epoch=0, first=0):
         loader = TextLoader(Sequences(packed, "train", 20), order)
         loader.epoch, loader.batches_done = epoch, first
         for at, ((tokens, positions), targets) in enumerate(loader, first):
-            whole = tokens.flatten().clone()
-            whole[positions] = targets
-            assert len(positions) == 3 * len(tokens)
+            whole = tokens.scatter(1, positions, targets)
+            assert positions.shape == targets.shape == (len(tokens), 3)
             assert (tokens[:, 0] == CLS).all()
             assert (tokens[:, -1] == SEP).all()
-            rows = torch.cat([tokens, whole.view_as(tokens)], 1).tolist()
+            rows = torch.cat([tokens, whole], 1).tolist()
             found.setdefault(at // accumulate, []).extend(map(tuple, rows))
     return {step: sorted(rows) for step, rows in found.items()}
 

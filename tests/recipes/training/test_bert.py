@@ -31,9 +31,10 @@ def losses_of(trainer, module, outputs, batch, batch_idx):
     return outputs["loss"].item() * trainer.accumulate_grad_batches
 
 
-def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None):
+def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None, node_slices=()):
     """Losses of each step, as means over batches of a step on this rank; and the weights."""
     trainer, module, data = build(configured(root, *overrides))
+    module.model.node_slices = node_slices
     with torch.no_grad():
         for number, one in enumerate(module.parameters()):
             one *= 1 + spoil * torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
@@ -53,6 +54,47 @@ def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(ran
         of_ranks = [fitted(text, *words)] if num_ranks == 1 else rank_pool.ranks(num_ranks).run(fitted, text, *words)
         torch.testing.assert_close(sum(each for each, _ in of_ranks) / num_ranks, whole, rtol=1e-5, atol=0)
         assert all(same(one, of_ranks[0][1]) for _, one in of_ranks)
+
+
+STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_microbatches=4".split()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "precision", "bound"),
+    [
+        (2, "32-true", 1e-5),
+        (4, "64-true", 1e-10),
+        pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
+        pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
+    ],
+)
+def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precision, bound):
+    whole, weights = fitted(text, "trainer.devices=1", f"precision={precision}", "strategy=ddp")
+    words = (*STAGES, f"trainer.devices={num_stages}", f"strategy.num_stages={num_stages}", f"precision={precision}")
+    for losses, own in rank_pool.ranks(num_stages).run(fitted, text, *words, timeout_s=300):
+        torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
+        assert list(own) == list(weights)
+
+
+def fitted_in_slices(*args):
+    return fitted(*args, node_slices=(("network",),))
+
+
+@pytest.mark.parametrize(
+    ("precision", "bound"), [("32-true", 1e-5), pytest.param("64-true", 1e-10, marks=pytest.mark.long)]
+)
+def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, text, precision, bound):
+    """A norm counts what is tied over stages once, and of what is cut over ranks all."""
+    words = (f"precision={precision}", "trainer.gradient_clip_val=0.5")
+    whole, weights = fitted(text, "trainer.devices=1", "strategy=ddp", *words)
+    found = rank_pool.ranks(4).run(
+        fitted_in_slices, text, *STAGES, "trainer.devices=4", f"precision={precision}", timeout_s=300
+    )
+    for one, other in (found[::2], found[1::2]):  # the ranks of a stage, each with half of a batch
+        torch.testing.assert_close((one[0] + other[0]) / 2, whole, rtol=bound, atol=0)
+    for _, own in found:
+        assert own.keys() == weights.keys()
+        assert same(own, found[0][1])
 
 
 def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(text):

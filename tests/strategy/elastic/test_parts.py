@@ -67,6 +67,16 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
     assert read == [[of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]] for step in range(5)]
 
 
+def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    fit = ElasticFit.__new__(ElasticFit)
+    fit._loader, fit._shards, fit._num_shards = None, [2], NUM_SHARDS  # hosts have met before Lightning asks
+    loader = fit.deal(own_loader(), 0, lambda one: one)
+    assert next(iter(loader))[1].tolist() == labels_of(own_loader(2, NUM_SHARDS))[0]
+    assert list(loader._streams) == [2]
+
+
 def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 
@@ -157,25 +167,26 @@ def logged_by(
     """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-    from lightning_hybrid.strategy.elastic.step_logs import StepLogs, collected, summed_metrics, take
+    from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
-    def started() -> tuple[Logging, _ResultCollection]:
+    def started() -> tuple[Logging, _ResultCollection, EpochLogs]:
         module, results = Logging(), _ResultCollection(training=True)
+        module._trainer = SimpleNamespace(_results=results, current_epoch=0)  # type: ignore[assignment]
 
         def log(name: str, value: float, **options: Any) -> None:
             options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
             results.log("training_step", name, torch.tensor(float(value)), **options)
 
         object.__setattr__(module, "log", log)
-        return module, results
+        return module, results, EpochLogs(module, is_first=True)
 
-    (module, results), sent = started(), {"values": {}}
+    module, results, epoch = started()
     for step in range(steps):
         if step == joins_after:
-            sent = collected(results, summed_metrics(module))
-            module, results = started()
-            take(sent, results, summed_metrics(module))
-        logs = StepLogs(results, summed_metrics(module), sent["values"])
+            found = epoch.collected()
+            module, results, epoch = started()
+            epoch.take(found)
+        logs = epoch.step()
         for _ in range(attempts):
             logs.restore()
             for value in shards:
