@@ -227,9 +227,13 @@ def check_whole(path: Path) -> bool:
         raise DamagedCheckpointError(_damaged(path, "it is empty"))
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
-        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none: refused.
+        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none either, and
+        # does not end as torch's archives do: refused.
         if not comment.startswith(_MAGIC):
-            _refuse_torn(path, file, num_bytes)
+            end = _end_of(file, num_bytes, _ZIP_END_BYTES)
+            file.seek(0)
+            if file.read(4) == b"PK\x03\x04" and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
+                raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
             return False
         crc32, left = 0, num_bytes - _COMMENT_BYTES
         file.seek(0)
@@ -254,15 +258,6 @@ def mark_of(path: Path) -> str:
     if comment.startswith(_MAGIC):
         return f"{path.name}, crc32 {comment[len(_MAGIC) :][:8].decode(errors='replace')}"
     return f"{path.name}, {num_bytes} bytes"
-
-
-def _refuse_torn(path: Path, file: BinaryIO, num_bytes: int) -> None:
-    """Raise unless an archive without our comment ends as torch's archives do: else a part of it is missing."""
-    file.seek(0)
-    is_zip = file.read(4) == b"PK\x03\x04"
-    end = _end_of(file, num_bytes, _ZIP_END_BYTES)
-    if is_zip and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
-        raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
 
 
 def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:

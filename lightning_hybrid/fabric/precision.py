@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.master_weights import MasterWeights
@@ -59,7 +59,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
         self._modules = nn.ModuleList()
-        self._averages: Callable[[Tensor], bool] = _is_averaged  # can be pickled, for `hybrid_allreduce_spawn`
+        # Whether the backward in progress averages a parameter's gradient. A strategy says; until then it is true of
+        # all, by what can be pickled for `hybrid_allreduce_spawn`.
+        self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -73,10 +75,6 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             self.masters.convert(module)
         self._modules.append(module)
         return module
-
-    def connect_averaging(self, averages: Callable[[Tensor], bool]) -> None:
-        """Take what only a strategy knows: whether the backward in progress averages a parameter's gradient."""
-        self._averages = averages
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
@@ -103,7 +101,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Choose the scale of this backward; gradients that stayed are made ready for more to be added."""
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self._averages)
+        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self.averages)
         self._last_loss = tensor.detach()
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +116,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
                 parameters,
                 self._scale,
                 to_fp32=self.masters.gradient_fp32,
-                is_local=lambda parameter: not self._averages(parameter),
+                is_local=lambda parameter: not self.averages(parameter),
             )
         self._unscaled.put_back()
 
@@ -154,19 +152,3 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             vars(state.optimizer or self).pop("load_state_dict", None)
         self._modules = nn.ModuleList()
         super().teardown()
-
-
-def _is_averaged(parameter: Tensor) -> bool:
-    return True
-
-
-def averages_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
-    """Return whether a gradient is averaged now."""
-    # DDP's own flag: False under `no_backward_sync`.
-    wrapper = wrapper_of.get(id(parameter))
-    return wrapper is None or wrapper.require_backward_grad_sync
-
-
-def has_optimizer(state: dict[str, Any]) -> bool:
-    """Return whether a state holds an optimizer."""
-    return any(isinstance(value, Optimizer) for value in state.values())

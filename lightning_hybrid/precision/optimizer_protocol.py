@@ -161,19 +161,6 @@ def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[No
         vars(optimizer).update(before)
 
 
-def refuse_own_references(optimizer: Optimizer) -> None:
-    """End a run whose optimizer wrote the half-precision parameters while the masters were in its groups.
-
-    Raises:
-        MisconfigurationException: always, with the cure.
-    """
-    raise misconfiguration(
-        f"`optimizer` (={type(optimizer).__name__}) must take its parameters from `param_groups` in `step`: it keeps "
-        "references of its own to them, wrote the half-precision ones, and left the fp32 masters where they were. Use "
-        "precision='32-true' or '16-mixed' with it."
-    )
-
-
 def check_optimizer(optimizer: Optimizer, precision: str) -> None:
     """Check that a step can be skipped, and that the masters can stand in the optimizer.
 
