@@ -18,7 +18,6 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251  what `torch.load` raises
 from typing import IO, Any, BinaryIO, cast
@@ -274,8 +273,7 @@ def _damaged(path: Path, reason: str) -> str:
 
 
 def _objects_in(path: Path) -> list[str]:
-    look: Callable[[str], list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     try:
-        return sorted(look(str(path)))
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     except Exception:
         return []

@@ -49,12 +49,6 @@ class HostCopies:
         bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
 
     From CUDA the copies are enqueued after the step in progress: call `wait` before reading them.
-
-    >>> host = HostCopies()
-    >>> weights = torch.ones(2, 3)
-    >>> copy = host.take({"weights": weights, "tied": weights, "step": 1})
-    >>> weights.zero_().sum(), copy["weights"].sum(), copy["tied"] is copy["weights"], host.num_bytes
-    (tensor(0.), tensor(6.), True, 64)
     """
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ class DurableCheckpointIOMixin(_Base):
         self.timeout_s = timeout_s
         self.keep_previous = keep_previous
         self.on_error = on_error
-        self._thread = WriterThread(max_jobs=max_in_memory)
+        self._thread = WriterThread(max_in_memory)
         self._copies: list[HostCopies] = []
         self._is_inspected = False
 
@@ -117,8 +117,7 @@ class DurableCheckpointIOMixin(_Base):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not check_whole(Path(path)):
             rank_zero_info(f"{path} has no checksum: whether it is whole is not known beyond that it loads.")
-        checkpoint: dict[str, Any] = load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
-        return checkpoint
+        return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, after all pending ones are written."""
@@ -177,7 +176,9 @@ class DurableCheckpointIOMixin(_Base):
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:
-        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or _would_hide_another(error)):
+        # In `teardown` after a failed step: the error of the step must be the one that the user sees.
+        would_hide_another = sys.exc_info()[1] not in (None, error)
+        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or would_hide_another):
             rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
             return
         raise error
@@ -185,12 +186,6 @@ class DurableCheckpointIOMixin(_Base):
 
 def _is_local(path: Any) -> bool:
     return bool(lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")(path))
-
-
-def _would_hide_another(error: BaseException) -> bool:
-    # In `teardown` after a failed step: the error of the step must be the one that the user sees.
-    other = sys.exc_info()[1]
-    return other is not None and other is not error
 
 
 def _warn_of_objects(path: Path) -> None:

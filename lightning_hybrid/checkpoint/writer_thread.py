@@ -17,26 +17,23 @@ class WriterThread:
         max_jobs: Jobs in progress or waiting; `wait_for_place` waits until there are fewer.
 
     >>> done = []
-    >>> writer = WriterThread(max_jobs=2)
+    >>> writer = WriterThread(2)
     >>> for number in range(4):
     ...     writer.put(lambda number=number: done.append(number))
     >>> writer.wait(limit_s=5), done
     (True, [0, 1, 2, 3])
     """
 
-    def __init__(self, *, max_jobs: int) -> None:
+    def __init__(self, max_jobs: int) -> None:
         self.max_jobs = max_jobs
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._error: BaseException | None = None
         self._has_failed = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # Strategies are pickled (spawn) before anything runs: there is no queue to take along, and a lock cannot be.
-        return {"max_jobs": self.max_jobs}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return WriterThread, (self.max_jobs,)
 
     def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
         """Put a job into the queue; with `needs_success` it is left out if the latest other one failed."""

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import DirectSteps, check_optimizer
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, raise_if_stuck
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from lightning_hybrid.precision.loss_scale import LossScale
 
 # Every so many steps of an optimizer the host asks the device whether all were skipped, as the Trainer does at its
 # logged steps: 50 is its default.

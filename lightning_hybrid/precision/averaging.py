@@ -54,8 +54,7 @@ def average_masters(callbacks: Iterable[object]) -> None:
 
 def masters_of(module: Any) -> MasterWeights | None:
     """Return the masters of a LightningModule, None where it has none."""
-    masters: MasterWeights | None = getattr(module.trainer.precision_plugin, "masters", None)
-    return masters
+    return getattr(module.trainer.precision_plugin, "masters", None)
 
 
 def write_master_(module: Any, tensor: Tensor, value: Tensor) -> None:

@@ -107,11 +107,7 @@ def _dtypes_of(arguments: Any) -> set[torch.dtype]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows.
-
-    >>> _map_tensors(Tensor.neg, (torch.ones(1), [2, {"weight": torch.ones(1)}]))
-    (tensor([-1.]), [2, {'weight': tensor([-1.])}])
-    """
+    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows."""
     # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
     kind = type(value)
     if kind is tuple or kind is list:

@@ -64,10 +64,12 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`."""
     # They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
     trainer: Any = model.trainer
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    of_steps = (hook for name in names for hook in getattr(optimizer, name, {}).values())
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
     return (
         bool(trainer.gradient_clip_val)
-        or _has_step_hooks(optimizer)
+        or any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in of_steps)
         or any(
             is_overridden(hook, model, "pytorch.LightningModule") for hook in (*hooks, "configure_gradient_clipping")
         )
@@ -77,12 +79,6 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
             for hook in hooks
         )
     )
-
-
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = (hook for name in names for hook in getattr(optimizer, name, {}).values())
-    return any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in hooks)
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:

@@ -184,7 +184,7 @@ class RunReport(Callback):
         return exposed_s / sum(weights.values()) if weights else None
 
     def _folder(self, trainer: pl.Trainer) -> Path:
-        return Path(self.run_dir or trainer.default_root_dir)
+        return Path(self.run_dir or trainer.default_root_dir).resolve()
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return what `summary.json` holds."""
@@ -203,7 +203,7 @@ class RunReport(Callback):
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
             "strategy": type(trainer.strategy).__name__,
-            "run_dir": str(self._folder(trainer).resolve()),
+            "run_dir": str(self._folder(trainer)),
             "environment": environment(self.code_dir),
             "overrides": self.overrides,
             "config": dict(hparams) if self.config is None else self.config,
@@ -215,7 +215,7 @@ class RunReport(Callback):
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         ranks = f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")
         skipped, exposed_share = status.num_skipped_steps if status.loss_scales else None, self.exposed_share()
-        folder = self._folder(trainer).resolve()
+        folder = self._folder(trainer)
         weights = "the last weights" if self._tested is None else _within(folder, self._tested)
         validation = self._validation(trainer, folder)
         comm = comm_report.describe(
@@ -239,7 +239,7 @@ class RunReport(Callback):
 
     def table(self, trainer: pl.Trainer) -> str:
         """Return the result of a run in a few lines of text."""
-        folder = self._folder(trainer).resolve()
+        folder = self._folder(trainer)
         rows = {name: words for name, (_, words) in self.findings(trainer).items()}
         rows["run directory"] = str(folder)
         rows["report"] = "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.html")
