@@ -72,7 +72,11 @@ class _View(nn.Module):
 
     def __init__(self, of: nn.Module, shown: Iterable[Tensor], **attributes: Any) -> None:
         super().__init__()
-        vars(self).update(attributes, of=of, shown=list(shown), module=self)  # not submodules
+        vars(self).update(attributes, of=of, shown=list(shown))  # not submodules
+
+    @property
+    def module(self) -> nn.Module:
+        return self
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         return iter(self.shown)
