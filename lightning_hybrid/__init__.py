@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DurableCheckpointIO,
         HybridAllReduceStrategy,
         MasterWeightPrecision,
+        ShardedHalfPrecision,
     )
     from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
@@ -40,6 +41,7 @@ __all__ = [
     "MasterWeightPrecision",
     "Mean",
     "Report",
+    "ShardedHalfPrecision",
     "StaticLossScale",
 ]
 __version__ = "0.2.0"

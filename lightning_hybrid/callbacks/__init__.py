@@ -7,6 +7,7 @@ from lightning_hybrid.checks import moved
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+    from lightning_hybrid.callbacks.fp16_range import HalfPrecisionReport, half_precision_report
     from lightning_hybrid.callbacks.numerics import NonFiniteLossError, NumericsMonitor
     from lightning_hybrid.callbacks.recalibrate_bn import RecalibrateBatchNorm
     from lightning_hybrid.callbacks.replica_check import DataOrderError, ReplicaCheck, ReplicaDriftError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataOrderError",
+    "HalfPrecisionReport",
     "MasterWeightAveraging",
     "NonFiniteLossError",
     "NumericsMonitor",
@@ -27,6 +29,7 @@ __all__ = [
     "StopOnSignal",
     "TimeToAccuracy",
     "TrainingMetrics",
+    "half_precision_report",
 ]
 
 _PLACES = {
@@ -36,6 +39,7 @@ _PLACES = {
     "StopOnSignal": "stop_on_signal",
     "TimeToAccuracy": "time_to_accuracy",
     "TrainingMetrics": "training_metrics",
+    **dict.fromkeys(("HalfPrecisionReport", "half_precision_report"), "fp16_range"),
     **dict.fromkeys(("NonFiniteLossError", "NumericsMonitor"), "numerics"),
     **dict.fromkeys(("DataOrderError", "ReplicaCheck", "ReplicaDriftError"), "replica_check"),
 }

@@ -118,11 +118,11 @@ class RecalibrateBatchNorm(Callback):
         pl_module.log(m.RECALIBRATION_S, time.perf_counter() - begin, on_epoch=True, sync_dist=True, reduce_fx="max")
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
-        loader: Any = _new_train_loader(trainer)
+        loader: Any = new_train_loader(trainer, asked_by="callbacks=recalibrate_bn")
         if isinstance(loader, DataLoader):
             loader = copy(loader)
             loader._iterator = None  # workers that persist are in the middle of the epoch
-        with _generators_kept(loader):
+        with generators_kept(loader):
             loader = trainer.strategy.process_dataloader(loader)
             batches = iter(loader)
             first = next(batches)
@@ -192,7 +192,7 @@ def _merged(one: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
-def _generators_kept(loader: Any) -> Iterator[None]:
+def generators_kept(loader: Any) -> Iterator[None]:
     """Put the states of generators that a loader and its samplers hold back at the end."""
     samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     samplers.append(getattr(samplers[1], "sampler", None))
@@ -240,7 +240,7 @@ def _normalizing_by_batch(
             now.copy_(before)
 
 
-def _new_train_loader(trainer: Any) -> Any:
+def new_train_loader(trainer: Any, *, asked_by: str) -> Any:
     """Make a training loader of its own: the one in use keeps its place."""
     given = trainer.fit_loop._data_source
     source = trainer.datamodule or (given.instance if given.is_defined() else None)
@@ -248,7 +248,7 @@ def _new_train_loader(trainer: Any) -> Any:
     if source is None or (hasattr(source, "state_dict") and not is_module):
         found = "none" if source is None else f"a `{type(source).__name__}`, whose place in the epoch would be lost"
         raise RuntimeError(
-            f"`callbacks=recalibrate_bn` needs training data of which it can make a loader, and found {found}. Give "
+            f"`{asked_by}` needs training data of which it can make a loader, and found {found}. Give "
             "`trainer.fit` and `trainer.test` a data module."
         )
     loader = source.train_dataloader() if is_module else source

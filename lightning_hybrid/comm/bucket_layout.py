@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-# Names of what the ranks of a node exchange among themselves in the update, in engine/node_exchange.py.
-NodeExchange = Literal["node_sum", "node_gather", "node_collect"]
-_NODE_EXCHANGES = get_args(NodeExchange)  # once: it is asked for each bucket
+# Names of what ranks that share the update exchange in it, those of a node or all, in engine/node_exchange.py.
+Exchange = Literal["node_sum", "node_gather", "node_collect", "world_sum", "world_gather", "world_collect"]
+_EXCHANGES = get_args(Exchange)  # once: it is asked for each bucket
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -99,9 +99,9 @@ def ddp_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[int]:
     return [*caps, open_bytes] if open_bytes else caps
 
 
-def is_node_exchange(name: str) -> bool:
-    """Return whether it names what a node exchanges in the update, which waits for it, and no all-reduce."""
-    return name in _NODE_EXCHANGES
+def is_exchange(name: str) -> bool:
+    """Return whether it names what ranks exchange in the update, and no all-reduce."""
+    return name in _EXCHANGES
 
 
 def words_of(name: str) -> str:
@@ -110,4 +110,4 @@ def words_of(name: str) -> str:
     >>> words_of("two_level"), words_of("node_gather")
     ('two_level all-reduce', 'node_gather exchange')
     """
-    return f"{name} exchange" if is_node_exchange(name) else f"{name} all-reduce"
+    return f"{name} exchange" if is_exchange(name) else f"{name} all-reduce"

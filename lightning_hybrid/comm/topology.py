@@ -98,7 +98,16 @@ class Topology:
             return (tuple(node[0] for node in self.nodes),)
         if self.ranks_per_node is None:
             raise ValueError(f"`nodes` (={self.nodes}) must be of equal size for groups of equal local rank")
-        return tuple(zip(*self.nodes, strict=True))  # the transpose: local rank by node
+        # The transpose: local rank by node; in ascending order, as torch numbers the ranks of a group.
+        return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
+
+    def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
+        """Return the ranks that share an update, in the order of their parts: those of a shard of the node in a row.
+
+        >>> Topology(rank=0, nodes=((0, 1), (2, 3))).sharers("world")
+        (0, 2, 1, 3)
+        """
+        return self.node if scope == "node" else tuple(rank for ranks in self.partition("across") for rank in ranks)
 
     @classmethod
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:

@@ -30,7 +30,7 @@ from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class FabricHybridAllReduce(_Base):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        refuse_notebook(STRATEGY_NAME, self._start_method)
+        refuse_launch(STRATEGY_NAME, self._start_method, self.parallel_devices)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:

@@ -10,6 +10,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_hybrid.checkpoint.io import DurableCheckpointIOMixin
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.precision.sharded import ShardedHalfMixin
 from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
 
 
@@ -19,6 +20,10 @@ class DurableCheckpointIO(DurableCheckpointIOMixin, TorchCheckpointIO):  # noqa:
 
 class MasterWeightPrecision(MasterWeightMixin, Precision):  # type: ignore[misc] # noqa: D101
     __doc__ = MasterWeightMixin.__doc__
+
+
+class ShardedHalfPrecision(ShardedHalfMixin, Precision):  # type: ignore[misc] # noqa: D101
+    __doc__ = ShardedHalfMixin.__doc__
 
 
 class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # type: ignore[misc] # noqa: D101

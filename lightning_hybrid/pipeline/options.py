@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -14,7 +15,7 @@ from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
 from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.lightning_names import misconfiguration
-from lightning_hybrid.pipeline.cuts import balanced_cuts
+from lightning_hybrid.pipeline.cuts import BlockProfile, Cuts, balanced_cuts
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_precision, refuse_excluded
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -29,9 +30,7 @@ _ASYNCHRONOUS = (
 )
 
 
-def check_options(
-    *, num_stages: int, num_microbatches: int, schedule: str, cuts: Sequence[int] | None, of: str = "net"
-) -> None:
+def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts: Cuts, of: str = "net") -> None:
     """Check the options of a pipeline that need no module.
 
     Raises:
@@ -67,6 +66,13 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         )
     if not isinstance(of, str):
         raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: set strategy.of=net.")
+    if isinstance(cuts, BlockProfile):
+        if STAGES_PER_RANK[schedule] == 1 or cuts.most_bytes == math.inf:
+            return
+        raise ValueError(
+            f"`cuts.most_bytes` (={cuts.most_bytes:g}) must be left out with schedule={schedule!r}: it limits one "
+            'stage, and there a rank has two. Set schedule="1f1b", or leave it out.'
+        )
     total = num_stages * STAGES_PER_RANK[schedule]
     numbers: Sequence[Any] = cuts if isinstance(cuts, Sequence) else ["none"]
     is_right = all(isinstance(one, int) and one >= 1 for one in numbers) and list(numbers) == sorted(set(numbers))
@@ -185,11 +191,14 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
     return blocks
 
 
-def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: int) -> list[int]:
+def cut_places(
+    costs: Sequence[float], cuts: Cuts, num_stages: int, num_microbatches: int = 1, schedule: str = "1f1b"
+) -> list[int]:
     """Return where each stage begins, and the end: `num_stages + 1` ascending block numbers; `costs`: of the blocks.
 
     Raises:
-        ValueError: there are fewer blocks than stages, or a cut is behind the last block.
+        ValueError: there are fewer blocks than stages, a cut is behind the last block, or a profile is of other blocks
+            or does not fit.
 
     >>> cut_places([5, 1, 1, 1, 4], None, 2), cut_places([5, 1, 1, 1, 4], [1], 2)
     ([0, 2, 5], [0, 1, 5])
@@ -200,6 +209,16 @@ def cut_places(costs: Sequence[float], cuts: Sequence[int] | None, num_stages: i
             f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
             "one block at least. Set strategy.num_stages, or make more blocks of the network."
         )
+    if isinstance(cuts, BlockProfile):
+        if len(cuts.seconds) != num_blocks:
+            raise ValueError(
+                f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
+                "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
+            )
+        gpipe, held = schedule == "gpipe", cuts.held_bytes or [0.0] * num_blocks
+        alive = [num_microbatches if gpipe else min(num_microbatches, num_stages - j) for j in range(num_stages)]
+        limits: Any = {"most_bytes": cuts.most_bytes, "activation_bytes": cuts.activation_bytes, "num_alive": alive}
+        return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]
     if cuts and cuts[-1] >= num_blocks:
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "

@@ -18,6 +18,7 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hidden
+from lightning_hybrid.pipeline.cuts import Cuts
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.local_stages import Stages
 from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
@@ -62,8 +63,8 @@ class HybridPipeline(DataRanksMixin):
             as it can; stage j keeps `num_stages - j`. `"interleaved"`: two stages a rank: half the waiting.
             `"zero_bubble"`: these, with gradients of weights computed while others wait; for one data rank.
         of: name of the network in the module: an `nn.Sequential`, or a module with `pipeline_blocks()`.
-        cuts: first block of each stage after the first; None balances the stages, by operations where the module has
-            an `example_input_array` (the network's input), else by parameters.
+        cuts: first block of each stage after the first; a `BlockProfile` balances the stages by seconds and bytes, None
+            by operations where there is an `example_input_array` (the network's input), else by parameters.
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
@@ -85,7 +86,7 @@ class HybridPipeline(DataRanksMixin):
         num_microbatches: int = 8,
         schedule: Schedule | str = "1f1b",  # any text: what is refused gets its reason, by `check_options`
         of: str = "net",
-        cuts: Sequence[int] | None = None,
+        cuts: Cuts = None,
         checkpoint_activations: bool = False,
         **options: Any,
     ) -> None:
@@ -110,7 +111,8 @@ class HybridPipeline(DataRanksMixin):
         if is_fit:
             refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
         ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
-        places = cut_places(costs_of(blocks, module.example_input_array), self.cuts, ranks.num_stages)
+        costs = costs_of(blocks, module.example_input_array)
+        places = cut_places(costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule)
         compare_stages(
             blocks,
             num_stages=self.num_stages,

@@ -34,8 +34,7 @@ _BLOCK = 1 << 20
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-# Elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB.
-_SUMMED_NUMEL = 1 << 26
+_SUMMED_NUMEL = 1 << 26  # elements whose gradients are converted to fp32 at a time, on CUDA: 256 MiB
 
 
 @dataclass(eq=False)
@@ -183,6 +182,7 @@ class MasterWeights:
         self.dtype = dtype
         # Where ranks share the update: brings together what each has of these tensors, one for each pair. Collective.
         self.gather_: Callable[[list[MasterPair], list[Tensor]], None] | None = None
+        self.largest: Callable[[Iterable[Tensor]], Tensor] | None = None  # there: of gradients; collective
         self.pairs: dict[int, MasterPair] = {}
         self.hooks = ModuleHooks(self.pair_of, dtype)
         self._keep_fp32, self._frozen, self._on_meta = keep_fp32, frozen, on_meta
@@ -196,7 +196,7 @@ class MasterWeights:
                 if not isinstance(child, _BatchNorm):
                     self.hooks.compute_in_fp32(child)
                 continue
-            if _is_reparametrised(child) or (self._keep_fp32 and isinstance(child, self._keep_fp32)):
+            if is_reparametrised(child) or (self._keep_fp32 and isinstance(child, self._keep_fp32)):
                 continue
             for parameter in child.parameters(recurse=False):
                 is_real = parameter.is_floating_point() and parameter.dtype is not torch.float64
@@ -287,7 +287,7 @@ class MasterWeights:
                 pair.low.grad = gradient
         self.hooks.remove()
         self.pairs.clear()
-        self.gather_ = None
+        self.gather_ = self.largest = None
 
 
 @torch.no_grad()
@@ -316,8 +316,8 @@ def _was_written(low: Tensor) -> bool:
     return getattr(low, "clean_version", None) != low._version
 
 
-def _is_reparametrised(module: nn.Module) -> bool:
-    # New style (`parametrizations`) or old (`weight_norm`, `spectral_norm`): a weight is computed from the parameters.
+def is_reparametrised(module: nn.Module) -> bool:
+    """Return whether its weight is computed from parameters: `parametrizations`, `weight_norm`, `spectral_norm`."""
     return isinstance(module, parametrize.ParametrizationList) or any(
         isinstance(hook, WeightNorm | SpectralNorm) for hook in module._forward_pre_hooks.values()
     )

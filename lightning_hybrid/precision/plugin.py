@@ -260,8 +260,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         # Gradients are the same on every rank after the all-reduce, and inf and nan survive a sum: all ranks take the
         # same decision with no further collective.
         assert isinstance(optimizer, Optimizer)
-        assert self._step is not None
-        assert self.masters is not None
+        assert self._step is not None and self.masters is not None  # noqa: PT018
         state = self.optimizer_steps.of(optimizer)
         closure_result = closure()
         self.run_deferred_schedules()  # this step's rate may depend on how the last one ended: it is needed only now
@@ -288,10 +287,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _largest_gradient(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
         # Where all ranks have the same gradients; for the first steps of a dynamic scale.
-        if state.loss_scale is None or not state.loss_scale.wants_largest or state.grad_scale is None:
+        scale, is_alone = state.loss_scale, self._is_automatic and not self._agree_on_overflow
+        if scale is None or not scale.wants_largest or state.grad_scale is None or not is_alone:
             return None
-        if not self._is_automatic or self._agree_on_overflow:
-            return None
+        if self.masters is not None and self.masters.largest is not None:  # each rank has parts
+            return self.masters.largest(parameters_of(optimizer)) / state.grad_scale
         if not (gradients := [g for p in parameters_of(optimizer) if (g := p.grad) is not None and g.numel()]):
             return None
         norms = torch._foreach_norm(gradients, float("inf"))

@@ -207,7 +207,7 @@ def turned_on(
     words = [] if across is None else [f"{bits} between nodes"]
     words += ["error feedback"] if "error feedback" in asked else []
     words += [f"averages between nodes every {local_steps.every} steps"] if local_steps is not None else []
-    words += ["update shared in the node"] if shard_update != "off" else []
+    words += [f"update shared in the {shard_update}"] if shard_update != "off" else []
     name = str(plugin.precision)
     dtype = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}.get(name, name)
     if name.endswith("16-mixed"):

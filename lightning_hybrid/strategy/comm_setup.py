@@ -111,10 +111,8 @@ class CommSetup:
             comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
         if ranks_per_node is not None:
             require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
-        why = (
-            "whether a node's ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
-        )
-        require_choice("shard_update", shard_update, ("off", "node", False), why)  # YAML reads `off` as a boolean
+        why = "which ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
+        require_choice("shard_update", shard_update, ("off", "node", "world", False), why)  # YAML: `off` is a boolean
         self.extension_factories = tuple(extensions) if isinstance(extensions, Iterable) else ()
         if not isinstance(extensions, Iterable | None) or not all(map(callable, self.extension_factories)):
             raise ValueError(
@@ -283,7 +281,7 @@ class CommSetup:
         if self.bucket_hook is adasum_bucket:
             self.communication_plan += "; Adasum between nodes"
         is_flat = plan.algorithms(self.topology, on_cuda=True) == ("flat",) and self.dtype_across_nodes is None
-        if on_cuda and (self.engine_options.get("shares_update", False) or not is_flat):
+        if on_cuda and (self.engine_options.get("shares_update") or not is_flat):
             self.communication_plan += "; no record shows these stages on a GPU yet, where the default is flat"
 
 

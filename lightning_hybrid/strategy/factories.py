@@ -49,7 +49,7 @@ def made_for(strategy: Any) -> Extensions | None:
     if comm.shard_update != "off":
         from lightning_hybrid.strategy.shard_update.extension import shard_update_for
 
-        made.append(shard_update_for(fit))
+        made.append(shard_update_for(fit, comm.shard_update))
     for factory in comm.extension_factories:
         made.append(one := factory(fit))
         if not isinstance(one, FitExtension):

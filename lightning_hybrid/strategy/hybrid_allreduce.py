@@ -38,7 +38,7 @@ from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank,
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
-from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_notebook, start_method_from, timeout_from
+from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class HybridAllReduce(_Base):
         between_nodes: what becomes of gradients, or weights, of several nodes: `Mean(...)`, `Adasum()` or
             `LocalSteps(every=8, ...)`.
         ranks_per_node: consecutive ranks that share a node; None finds out which ranks share a host.
-        shard_update: `"node"`: each rank of a node has a part of masters and optimizer state, and updates it; `"off"`.
+        shard_update: `"node"`, `"world"`: each rank of a node, or of all, has a part of masters and optimizer state,
+            and updates it; `"off"`.
         comm: how sums are carried out: `Comm(...)`.
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
@@ -93,7 +94,7 @@ class HybridAllReduce(_Base):
         self,
         between_nodes: BetweenNodes = Mean(),  # noqa: B008  frozen
         ranks_per_node: int | None = None,
-        shard_update: Literal["off", "node"] | bool = "off",
+        shard_update: Literal["off", "node", "world"] | bool = "off",
         comm: Comm = Comm(),  # noqa: B008
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
@@ -208,7 +209,7 @@ class HybridAllReduce(_Base):
         super().connect(model)
 
     def _configure_launcher(self) -> None:
-        refuse_notebook(self.registered_name, self._start_method)
+        refuse_launch(self.registered_name, self._start_method, self.parallel_devices)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -234,12 +235,17 @@ def start_method_from(setting: str) -> Any:
     return setting
 
 
-def refuse_notebook(name: str, start_method: str) -> None:
-    """Check, before ranks are started by repeating the command, that this is no interactive session.
+def refuse_launch(name: str, start_method: str, devices: Iterable[Any] | None) -> None:
+    """Check, before ranks are started, that devices are CPUs or CUDA's, and that a command can be repeated for ranks.
 
     Raises:
-        MisconfigurationException: with the name for notebooks.
+        MisconfigurationException: other devices (MPS, XLA, HPU, ...), or an interactive session, with the name for it.
     """
+    for kind in {getattr(device, "type", type(device).__name__) for device in devices or ()} - {"cpu", "cuda"}:
+        raise misconfiguration(
+            f"`accelerator` (=one of {kind!r} devices) must be cpu or cuda with strategy={name!r}: gradients are "
+            "summed over Gloo or NCCL, which have no others. Set accelerator='cpu', or strategy='auto' for one device."
+        )
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     if start_method == "popen" and is_interactive:  # as Lightning, whose error would name a variant of DDP
         raise misconfiguration(

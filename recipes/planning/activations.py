@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,15 +121,35 @@ def step_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int,
         images = example_of(shadow, counted, image_shape, dtype=dtype)
         inputs = list(tree_iter(images))
         with LiveBytes(known=[*shadow.parameters(), *shadow.buffers(), *inputs]) as live:
-            # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
-            results = [value for value in tree_iter(shadow(images)) if isinstance(value, Tensor)]
-            rows = [_logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad]
-            losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
-            del results, rows
-            if losses:
-                sum(losses[1:], losses[0]).backward()
+            _forward_and_backward(shadow, images)
     # The images themselves were not counted: their batch, and the next.
     return (live.peak + 2 * sum(each.nbytes for each in inputs)) * batch_size // counted
+
+
+def tracked_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: int, precision: str) -> int:
+    """Measure what `step_bytes` does by torch's `MemTracker`; that takes seconds for a large network."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # here: it imports torch's compiler
+
+    with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gradients that are None
+        images, tracker = example_of(shadow, batch_size, image_shape, dtype=dtype), MemTracker()
+        inputs = list(tree_iter(images))
+        tracker.track_external(shadow, *inputs)
+        with tracker:
+            _forward_and_backward(shadow, images)
+        known = sum(each.nbytes for each in (*shadow.parameters(), *shadow.buffers(), *inputs))
+        peak: int = tracker.get_tracker_snapshot("peak")[torch.device("meta")]["Total"]
+    return peak - known + 2 * sum(each.nbytes for each in inputs)
+
+
+def _forward_and_backward(network: nn.Module, images: Any) -> None:
+    # Whatever the network returns; frozen networks have no backward. A product sums without SymPy.
+    results = [value for value in tree_iter(network(images)) if isinstance(value, Tensor)]
+    rows = [_logarithms(result.float()).reshape(1, -1) for result in results if result.requires_grad]
+    losses = [row.mm(row.new_empty(row.shape[1], 1)) for row in rows]
+    del results, rows
+    if losses:
+        sum(losses[1:], losses[0]).backward()
 
 
 def has_checkpointing(model: nn.Module) -> bool:

@@ -63,13 +63,13 @@ class SimulationReport:
     @classmethod
     def of(cls, scenario: Scenario, cfg: DictConfig) -> SimulationReport:
         """Simulate all that the configuration asks for."""
-        search = None if cfg.search is None else instantiate(cfg.search)
+        search = None if cfg.search is None or scenario.is_local else instantiate(cfg.search)  # sums over all ranks
         cluster, choices = scenario.cluster, HydraConfig.get().runtime.choices
         ranks = cfg.scaling_ranks
         if ranks is None:
             ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
-        outcome, memory = scenario.run(), MemoryReport.of(scenario, cfg)
-        search = None if scenario.is_local else search  # it is of sums over all ranks
+        outcome = scenario.run()
+        memory = MemoryReport.of(scenario, cfg, step_s=outcome.step_s)
         candidates = [] if search is None else search.run(scenario)
         points = {point.num_ranks: point for point in (scaling_point(scenario.at(num_ranks)) for num_ranks in ranks)}
         return cls(

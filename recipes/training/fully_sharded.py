@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_hybrid import DurableCheckpointIO
+from lightning_hybrid import DurableCheckpointIO, LossScale, ShardedHalfPrecision
 from lightning_hybrid.checkpoint.param_names import state_by_name
+from lightning_hybrid.strategy.arguments import with_masters
 from recipes.training.classifier import Classifier
 
 
@@ -36,6 +37,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
         timeout: Of every collective.
         checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
+        loss_scale: Of `precision="16-true"`, which `ShardedHalfPrecision` carries out.
     """
 
     def __init__(
@@ -43,10 +45,22 @@ class FullyShardedStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         checkpoint_io: CheckpointIO | None = None,
+        loss_scale: str | float | LossScale | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
         self.reshard_after_forward = reshard_after_forward
         self.checkpoint_io = checkpoint_io or DurableCheckpointIO()
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision in force."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        """Put half precision on fp32 shards in the place of Lightning's plain one."""
+        self._precision_plugin = with_masters(plugin, ShardedHalfPrecision, self.loss_scale)
 
     def teardown(self) -> None:
         """End the run, with all checkpoints on the disk."""
@@ -80,9 +94,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 )
         options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
         options["reshard_after_forward"] = self.reshard_after_forward
-        for block in _blocks(network):
-            if any(param.dim() > 1 for param in block.parameters()):
-                fully_shard(block, **options)
+        blocks = [one for one in _blocks(network) if any(param.dim() > 1 for param in one.parameters())]
+        if isinstance(self.precision_plugin, ShardedHalfPrecision):
+            self.precision_plugin.shard_(network, blocks, **options)
+            return
+        for block in blocks:
+            fully_shard(block, **options)
         fully_shard(network, **options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -67,11 +67,10 @@ def check_precision(cfg: DictConfig) -> None:
     """Raise `ValueError` where `precision` is none of Lightning's, or none that the strategy computes in."""
     preflight.check_values({"precision": cfg.precision})
     is_sharded = str(cfg.strategy.get("_target_")).endswith("FullyShardedStrategy")
-    if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed"):
+    if is_sharded and str(cfg.precision) not in ("32-true", "32", "bf16-mixed", "16-true", "bf16-true"):
         raise ValueError(
-            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are the fp32 masters, "
-            "and the network computes in fp32, or in bf16 by autocast; nothing scales the loss there. Set "
-            "precision=bf16-mixed or precision=32-true."
+            f"`precision` (='{cfg.precision}') and strategy=fsdp2 exclude each other: its shards are fp32 masters, and "
+            "nothing of Lightning's scales the loss there. Set precision=16-true, bf16-true, bf16-mixed or 32-true."
         )
 
 

@@ -145,7 +145,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="checkpoint")
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            counts = {name: float(trainer.callback_metrics[name]) for name in ("images", "all_images", "seen")}
+            logged = trainer.callback_metrics
+            counts = {name: float(logged[name]) for name in ("images", "all_images", "seen") if name in logged}
             note(event="epoch", epoch=trainer.current_epoch, **counts)
 
     class Rows(Logger):
@@ -229,6 +230,7 @@ class Hosts:
         self._context = multiprocessing.get_context("forkserver")
         self.running: dict[str, list[Any]] = {}
         self._read: dict[Path, int] = {}
+        self.num_restarts = 0
         self.rows: list[dict[str, Any]] = []
 
     def start(self, host: str) -> None:
@@ -256,6 +258,9 @@ class Hosts:
             process.kill()
             process.join()
 
+    def _has_ended_itself(self, host: str) -> bool:
+        return any(process.exitcode == 75 for process in self.running[host])
+
     def look(self) -> list[dict[str, Any]]:
         """Read what is new."""
         new = []
@@ -268,10 +273,14 @@ class Hosts:
         self.rows += sorted(new, key=lambda row: row["t"])
         return new
 
-    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0) -> None:
-        """Wait until something is in the rows."""
+    def wait(self, what: str, is_there: Any, *, limit_s: float = 120.0, restarts: bool = False) -> None:
+        """Wait until something is in the rows; `restarts` a host that has ended itself, as its launcher does."""
         ends_s = time.monotonic() + limit_s
         while not is_there():
+            for name in [name for name in self.running if restarts and self._has_ended_itself(name)]:
+                self.num_restarts += 1
+                self.end(name)
+                self.start(name)
             if any(row["event"] == "error" for row in self.look()):
                 raise RuntimeError(f"{what}: {[row for row in self.rows if row['event'] == 'error']}")
             if time.monotonic() > ends_s:
@@ -335,7 +344,11 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         joins_s = time.monotonic()
         for name in lost:
             run.start(name)
-        run.wait("joined", lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names))
+        run.wait(
+            "joined",
+            lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names),
+            restarts=True,
+        )
         rows = [row for row in run.steps(left[0])[0] if row["t"] > joins_s]
         pauses = [later["t"] - row["t"] for row, later in pairwise(rows)]
         losses.append({"kind": kind, "lost": lost, "seconds": after_s - began_s, "join_wait_s": max(pauses)})
@@ -406,6 +419,7 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     logged = [row["step"] for row in run.rows if row["event"] == "row"]
     found = {
         "losses": len(losses),
+        "ended_themselves": run.num_restarts,
         "steps": len({row["step"] for row in steps}),
         "twice_or_missing": sum(made != list(range(made[0], made[0] + len(made))) for made in per_process.values()),
         "with_two_digests": sum(

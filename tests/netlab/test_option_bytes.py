@@ -1,6 +1,9 @@
 """Bytes that options send, counted by the kernel: shared updates, cut layers, pipelines, steps between averages."""
 
+import itertools
 import math
+import statistics
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -33,9 +36,9 @@ def counted_again(step):
 # ---- the update shared within a node ---------------------------------------------------------------------------------
 
 
-def sent_for_updates():
+def sent_for_updates(scope):
     """What a host sends for gradients by `two_level`, and for gradients and weights where the update is shared."""
-    engine = engine_of(CommPlan(algorithm="two_level"), shares_update=True)
+    engine = engine_of(CommPlan(algorithm="two_level"), shares_update=scope)
     gradients, weights = (torch.ones(NUM_BYTES // 2, dtype=torch.float16) for _ in range(2))
 
     def whole():
@@ -43,7 +46,7 @@ def sent_for_updates():
 
     def shared():
         engine.submit(gradients, bucket_index=1, keeps_shard=True).wait()
-        engine.submit(weights, bucket_index=0, exchange="node_gather").wait()
+        engine.submit(weights, bucket_index=0, exchange=f"{scope}_gather").wait()
 
     whole(), shared()  # the first time ranks compare what they submit
     found = counted(whole), counted(shared)
@@ -51,10 +54,64 @@ def sent_for_updates():
     return found
 
 
-def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip):
+@pytest.mark.parametrize("scope", ["node", "world"])
+def test_a_shared_update_sends_the_bytes_of_two_level(cluster_or_skip, scope):
     with Cluster(num_hosts=2, ranks_per_host=2, mbit_per_s=2000) as cluster:
-        for whole, shared in cluster.call(sent_for_updates, timeout_s=180):
+        for whole, shared in cluster.call(sent_for_updates, scope, timeout_s=180):
             assert shared == pytest.approx(whole, rel=TOLERANCE)  # between nodes, and inside
+
+
+# ---- weights that come while forward runs ----------------------------------------------------------------------------
+
+NUM_LAYERS, LAYER_S, WIDTH = 8, 0.08, 512
+
+
+class Waits(nn.Linear):
+    """A layer that takes time and no processor, as on a device."""
+
+    def forward(self, x):
+        time.sleep(LAYER_S)
+        return super().forward(x)
+
+
+class Deep(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(Waits(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def take_turns(trainer, module, batch, batch_idx):
+    """Of three steps, let the gather be waited for at once, of the next three in forward; return the time."""
+    shared = trainer.strategy._extensions.made[0]._parts
+    vars(shared).setdefault("late", shared._late)
+    shared._late = shared.late if batch_idx // 3 % 2 else None
+    return time.perf_counter()
+
+
+def seconds_of_steps():
+    images, looks = DataLoader(torch.randn(24, WIDTH), batch_size=1), at(on_train_batch_start=take_turns)
+    options = {"shard_update": "world", "precision": "16-true", "loss_scale": 1, "comm": Comm(tune="off")}
+    seen = fit(None, Deep, train=images, max_epochs=1, use_distributed_sampler=False, callbacks=looks, **options)
+    times_s = seen.looks["on_train_batch_start"]
+    steps_s = dict(enumerate(after - before for before, after in itertools.pairwise(times_s)))
+    # The gather before the first of three was of the other kind, and the first three compare what they submit.
+    of_turn = [[one for i, one in steps_s.items() if i > 2 and i % 3 and i // 3 % 2 == turn] for turn in (0, 1)]
+    return [statistics.median(some) for some in of_turn]
+
+
+@pytest.mark.clock
+def test_forward_hides_the_gather_of_weights(cluster_or_skip):
+    """4 MiB in halves, of which each host sends half, at 40 Mbit/s: 0.4 s, behind a forward of 0.6 s."""
+    with Cluster(num_hosts=2, ranks_per_host=1, mbit_per_s=40, delay_us=200) as cluster:
+        at_once_s, late_s = cluster.call(seconds_of_steps, timeout_s=300)[0]
+    print(f"waiting at once {1e3 * at_once_s:.0f} ms, in forward {1e3 * late_s:.0f} ms: {late_s / at_once_s:.3f}")
+    assert at_once_s - late_s > 0.2
 
 
 # ---- layers cut over the ranks of a node -----------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 import itertools
 import math
+import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_hybrid.pipeline.cuts import balanced_cuts
+from lightning_hybrid.pipeline.cuts import BlockProfile, balanced_cuts
+from lightning_hybrid.pipeline.options import cut_places
 
 
 def stages(values, cuts):
@@ -58,6 +62,38 @@ def test_1f1b_keeps_most_in_the_first_stage_and_so_cuts_it_shorter():
     assert balanced_cuts([1.0] * 8, [1.0] * 8, 4, num_alive=[4, 3, 2, 1], **more) == [1, 2, 4]
     with pytest.raises(ValueError, match=r"strategy\.checkpoint_activations=true"):
         balanced_cuts([1.0] * 8, [1.0] * 8, 4, num_alive=[8] * 4, **more)
+
+
+def test_a_profile_cuts_by_its_seconds_under_the_memory_that_the_schedule_needs():
+    """Two stages, two micro-batches: GPipe keeps two in both, 1F1B one in the last."""
+    profile = BlockProfile(seconds=[3, 1, 1, 1], activation_bytes=[1, 1, 1, 1], held_bytes=[0, 0, 0, 2], most_bytes=6)
+    by = {name: cut_places([1.0] * 4, profile, 2, num_microbatches=2, schedule=name) for name in ("gpipe", "1f1b")}
+    assert by == {"gpipe": [0, 2, 4], "1f1b": [0, 1, 4]}
+
+
+class Sleeps(nn.Linear):
+    def forward(self, x):
+        time.sleep(self.in_features / 100)
+        return super().forward(x).relu_()
+
+
+class Forks(nn.Module):
+    def forward(self, x):
+        return x.relu_(), torch.arange(8)
+
+
+class Joins(Sleeps):
+    def forward(self, x, numbers):
+        return super().forward(x)
+
+
+def test_a_profile_is_measured_block_by_block_and_leaves_the_network_as_it_was():
+    blocks = [nn.Identity(), Sleeps(4, 1), Forks(), Joins(1, 2)]
+    found = BlockProfile.measured(blocks, torch.zeros(8, 4), num_runs=2)
+    assert [0.01 * features <= each for features, each in zip((0, 4, 0, 1), found.seconds, strict=True)] == [True] * 4
+    assert found.seconds[2] < 0.01
+    assert found.activation_bytes == [0, 4 * 8 * (4 + 1), 4 * 8, 4 * 8 * (1 + 2)]  # inputs of layers, outputs of ReLU
+    assert all(parameter.grad is None for block in blocks for parameter in block.parameters())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_hybrid import HybridPipelineStrategy
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
+from lightning_hybrid.pipeline.cuts import BlockProfile
 from lightning_hybrid.pipeline.microbatches import Muting, input_of_net, loss_in, microbatches, random_state
 from lightning_hybrid.pipeline.options import blocks_of, check_ranks, cut_places
 from lightning_hybrid.pipeline.rank_layout import OtherStages
@@ -31,6 +32,7 @@ from tests.scenes import at, fit, play
         ({"num_stages": 4, "num_microbatches": 2}, "must be at least `num_stages` (=4)"),
         ({"num_microbatches": 5, "schedule": "interleaved"}, "multiple of the number of rounds"),
         ({"cuts": [3, 3]}, "must be 1 ascending places"),
+        ({"schedule": "interleaved", "cuts": BlockProfile(seconds=[1], most_bytes=8)}, "limits one stage"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_they_are_given(options, words):
@@ -78,6 +80,7 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         (lambda: check_ranks(num_stages=4, world_size=6), r"`num_stages` \(=4\) must divide the number of ranks"),
         (lambda: check_ranks(num_stages=2, world_size=4, schedule="zero_bubble"), "must have one pipeline"),
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
+        (lambda: cut_places([1.0, 1.0], BlockProfile(seconds=[1.0] * 3), 2), "a profile of 3 blocks"),
         (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
         (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
         (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"one first dimension .* \(= 8"),
@@ -162,6 +165,8 @@ def different(what):
     rank, more = dist.get_rank(), {}
     if what == "cuts":
         more["cuts"] = [2 + rank]
+    elif what == "profiles":
+        more["cuts"] = BlockProfile(seconds=[[3, 4], [2, 2, 2]][rank] + [1] * (7 - rank))
     elif what == "num_microbatches":
         more["num_microbatches"] = 4 * (1 + rank)
     elif what == "labels":
@@ -179,6 +184,7 @@ def different(what):
     ("what", "words"),
     [
         ("cuts", "`cuts` is [2] on rank 0 and [3] on rank 1"),
+        ("profiles", "`cuts` is [2] on rank 0 and [3] on rank 1"),
         ("num_microbatches", "`num_microbatches` is 4 on rank 0 and 8 on rank 1"),
         ("blocks", "`blocks` is '9 of"),
         ("labels", "The batch must be the same on all ranks of a pipeline"),

@@ -30,6 +30,7 @@ ASKED = {
     "codec": {"between_nodes": Mean(dtype="int8")},
     "error feedback": {"between_nodes": Mean(dtype="int8", error_feedback=True)},
     "shard update": {"shard_update": "node"},
+    "world update": {"shard_update": "world"},
     "algorithm": {"comm": Comm(plan=CommPlan(algorithm="two_level"))},
     "planner": {"comm": Comm(plan=Plans())},
     "tune": {"comm": Comm(tune=True)},

@@ -6,23 +6,26 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_hybrid import ShardedHalfPrecision
 from lightning_hybrid.checkpoint.param_names import state_by_name
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from recipes.training.fully_sharded import FullyShardedStrategy
 from tests import toy
-from tests.scenes import Saves, at, fit
+from tests.scenes import Saves, at, fit, same
 
 OPTIMIZERS = {
     "lars": (LARS, {"lr": 2.0}),
     "lars fused": (LARS, {"lr": 2.0, "fused": True}),
     "lamb": (LAMB, {"lr": 0.02}),
     "lamb fused": (LAMB, {"lr": 0.02, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
 }
+LAYERWISE = [name for name in OPTIMIZERS if name != "adamw"]
 
 BOUND = {"lars": 0, "lars fused": 2e-6, "lamb": 0, "lamb fused": 1e-5}
 
@@ -92,7 +95,7 @@ def distance(one, other):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", LAYERWISE)
 def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
     """To the bit: with two ranks both add two gradients. The fused sums of squares of a shard round otherwise.
 
@@ -106,7 +109,7 @@ def test_fully_shard_trains_as_ddp(optimizer, two_ranks):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("data_size", [1, 2], ids="data={}".format)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", LAYERWISE)
 def test_tensor_parallelism_trains_as_ddp_on_the_data_parallel_ranks(
     optimizer, data_size, one_rank, two_ranks, four_ranks
 ):
@@ -162,6 +165,77 @@ def test_a_file_of_hybrid_allreduce_goes_on_under_lightnings_own_strategy_once_i
     torch.save(checkpoint, path)
     for found in goes_on(two_ranks, "fsdp", "lars", path):
         assert distance(expected, found) <= 1e-7
+
+
+class InHalf(Layerwise):
+    """Sharded by its precision; from some step on one rank alone sees an overflow."""
+
+    def __init__(self, optimizer, overflows=()):
+        super().__init__(optimizer, is_pair=True)
+        self.overflows = overflows
+
+    def configure_model(self):
+        if isinstance(self.trainer.precision_plugin, ShardedHalfPrecision) and not isinstance(self.net, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            self.trainer.precision_plugin.shard_(self.net, self.net.children(), mesh=mesh)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        is_here = self.trainer.global_step in self.overflows and self.global_rank == 1
+        return loss * 1e30 if is_here else loss
+
+
+def scale_and_dtypes(trainer, module, *args):
+    plugin = trainer.precision_plugin
+    return plugin.loss_scale and plugin.loss_scale.value, plugin.num_skipped_steps
+
+
+def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
+    module = partial(InHalf, optimizer, scene.pop("overflows", ()))
+    if strategy == "fsdp":
+        strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
+        scene |= {"plugins": ShardedHalfPrecision(precision)}
+    else:
+        scene |= {"precision": precision}
+    scene |= {"module": module, "strategy": strategy, "callbacks": [at(on_train_batch_end=scale_and_dtypes)]}
+    scene["callbacks"] += [Saves(path, epoch=0)] if path else []
+    return ranks.run(fit_on_rank, scene)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
+    optimizer, precision, two_ranks, tmp_path
+):
+    """An overflow on one rank makes all skip; else within two roundings of a weight, as sums are in another dtype."""
+    overflows, dtype = ((1, 2), torch.float16) if precision == "16-true" else ((), torch.bfloat16)
+    path, made = tmp_path / "midway.ckpt", {"overflows": overflows}
+    whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
+    parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
+    again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
+    for one, other, resumed in zip(whole, parts, again, strict=True):
+        steps = other.looks["on_train_batch_end"]
+        assert steps == one.looks["on_train_batch_end"]
+        assert steps[-1] == ((2.0**14, 2) if overflows else (None, 0))
+        (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (other, resumed))
+        assert kinds == {"DTensor"}
+        expected = {name: one.weights[f"net.{name}"] for name in found}
+        assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
+        assert same(found, after)
+        assert steps[4:] == resumed.looks["on_train_batch_end"]
+
+
+def test_half_precision_on_shards_needs_shards(one_rank):
+    for strategy in ("ddp", ModelParallelStrategy(1, 1)):
+        scene = {"module": partial(Unsharded, "lars"), "strategy": strategy, "plugins": ShardedHalfPrecision()}
+        seen = one_rank.run(fit_on_rank, scene | {"raises": True})[0]
+        assert "must be ModelParallelStrategy, and the module sharded by ShardedHalfPrecision" in seen.error
+
+
+class Unsharded(Layerwise):
+    def configure_model(self):
+        """Shard nothing."""
 
 
 def test_masters_of_half_precision_go_on_as_shards(two_ranks, tmp_path):

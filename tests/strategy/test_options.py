@@ -38,8 +38,8 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
 
 
 def test_yaml_reads_on_and_off_as_booleans():
-    for setting in ("world", True):
-        with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', False"):
+    for setting in ("cluster", True):
+        with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', 'world', False"):
             HybridAllReduceStrategy(shard_update=setting)
     strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
     assert (strategy._comm.tune, strategy._comm.shard_update) == ("on", "off")

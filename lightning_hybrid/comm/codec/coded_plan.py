@@ -35,15 +35,15 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     )
 
 
-def plan_for_owners(plan: CommPlan, *, on_cuda: bool) -> CommPlan:
-    """Return a plan that can leave out the gather of gradients where the ranks of a node share the update.
+def plan_for_owners(plan: CommPlan, *, is_flat: bool) -> CommPlan:
+    """Return a plan that can leave out the gather of gradients where ranks share the update.
 
-    On CUDA `auto` is `flat`, which averages everything on all ranks: gathering the weights would come on top.
+    Where `auto` is flat (`is_flat`) it averages everything on all ranks: gathering the weights would come on top.
 
-    >>> plan_for_owners(CommPlan(), on_cuda=True).algorithm, plan_for_owners(CommPlan(), on_cuda=False).algorithm
+    >>> plan_for_owners(CommPlan(), is_flat=True).algorithm, plan_for_owners(CommPlan(), is_flat=False).algorithm
     ('two_level', 'auto')
     """
-    return replace(plan, algorithm="two_level") if on_cuda and plan.algorithm == "auto" else plan
+    return replace(plan, algorithm="two_level") if is_flat and plan.algorithm == "auto" else plan
 
 
 def adds_up_in_nodes(plan: CommPlan, topology: NodeShape) -> bool:

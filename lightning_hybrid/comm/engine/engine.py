@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm.adasum.combine import refuse_cut_bucket
-from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
+from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.error_feedback import BucketFeedback
@@ -36,7 +36,7 @@ from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.order_check import BucketOrder
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import NODE_STAGES, stage_scopes
+from lightning_hybrid.comm.engine.stages import EXCHANGES, stage_scopes
 from lightning_hybrid.comm.health.consensus import compare_plans
 from lightning_hybrid.comm.health.thread_place import place_of_error
 from lightning_hybrid.comm.health.watchdog import Watchdog, private_store, short
@@ -71,7 +71,7 @@ class CommEngine:
         trace: counts what is submitted; None makes one.
         dtype_across_nodes: that in which sums travel between nodes, where it is narrower than the tensor's, or the
             codec through which they do; inside the node they keep their own. None: their own everywhere.
-        shares_update: whether `submit` is to carry what the ranks of a node exchange in the update, too.
+        shares_update: the ranks whose exchanges in the update `submit` is to carry, too: `"node"`, `"world"`; or None.
         replicas: where each of several sets of ranks has an engine of its own: all sets. `topology` is then that of the
             own set. None: all ranks average together.
         group: the ranks of the own set; None: WORLD.
@@ -91,7 +91,7 @@ class CommEngine:
         device: torch.device,
         trace: CommTrace | None = None,
         dtype_across_nodes: torch.dtype | Codec | None = None,
-        shares_update: bool = False,
+        shares_update: Literal["node", "world"] | None = None,
         replicas: ReplicaSets | None = None,
         group: dist.ProcessGroup | None = None,
         compared: Mapping[str, object] | None = None,
@@ -100,7 +100,8 @@ class CommEngine:
         self.topology, self.plan, self.device = topology, plan, device
         self.trace = CommTrace() if trace is None else trace
         self.dtype_across_nodes, self.num_terms = dtype_across_nodes, num_terms or topology.world_size
-        self._has_exchanges = shares_update or getattr(dtype_across_nodes, "error_feedback", False)
+        self.update_scope: Literal["node", "world"] = shares_update or "node"
+        self._exchanging = {shares_update, "node" if getattr(dtype_across_nodes, "error_feedback", False) else None}
         self._timeout, self._is_closed = timeout, False
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
         fallback = plan.fallback(topology)
@@ -168,8 +169,7 @@ class CommEngine:
     def _prepare(self) -> None:
         columns: dict[Any, int] = {"flat": 1} if self._on_cuda else {}  # there its group compares the order, too
         columns |= self.plan.columns(self.topology, on_cuda=self._on_cuda)
-        if self._has_exchanges:
-            columns |= dict.fromkeys(NODE_STAGES, 1)
+        columns |= {name: 1 for name in EXCHANGES if name.partition("_")[0] in self._exchanging}
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
 
@@ -189,8 +189,8 @@ class CommEngine:
         with self._latch.lock:
             if self._latch.error or self._is_closed:
                 self._raise_as_unusable()
-            # On CUDA what is on the streams keeps its order whatever the plan: only what threads carry is in the way.
-            if not all(bucket.is_issued for bucket in self._latch.in_flight):
+            # On CUDA what is on the streams keeps its order whatever the plan, and exchanges have groups of their own.
+            if not all(one.is_issued or is_exchange(one.plan.algorithm) for one in self._latch.in_flight):
                 raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
             self.plan = plan
             self._buckets.clear()  # decided again by the new plan
@@ -208,23 +208,22 @@ class CommEngine:
         is_last: bool = False,
         adasum_numels: tuple[int, ...] = (),
         finish: Callable[[Tensor], Tensor] = lambda flat: flat,
-        exchange: NodeExchange | None = None,
+        exchange: Exchange | None = None,
         keeps_shard: bool = False,
         block_ids: Tensor | None = None,
         feedback: BucketFeedback | None = None,
-        is_in_update: bool = False,
+        is_in_update: bool | None = False,
         is_exact: bool = False,
     ) -> Future[Tensor]:
         """Sum `flat` (1-D, contiguous) in place over all ranks, soon; returns at once.
 
         The future holds `finish(flat)`, computed where the last stage ran. `bucket_index` names the tensor in
         errors, `is_last` marks the end of a step: with it the order of everything so far is compared over ranks.
-        `exchange`: what the ranks of a node do with `flat` instead of an all-reduce, see `node_exchange`.
-        `keeps_shard`: of `flat`, cut as `planned` says and each chunk into as many equal shards as the node has ranks,
-        this rank gets its own shards alone; only where `two_level` carries it.
+        `exchange`: what ranks that share the update do with `flat` instead of an all-reduce, see `node_exchange`.
+        `keeps_shard`: of each chunk this rank gets its own of the sharers' equal shards alone; only with `two_level`.
         `block_ids` numbers the blocks of 256 elements for a codec (int32, on the device of `flat`); None: from zero on.
         `feedback`: the residuals of these blocks; None: the codec rounds by chance.
-        `is_in_update`: it holds no gradients, and the optimizer's step waits for it, which the trace counts.
+        `is_in_update`: it holds no gradients, and the step waits for it, as for an `exchange`; None: it does not wait.
         `is_exact`: between nodes, too, it travels in its own dtype.
 
         Where a stage fails on any rank, or ranks submit different tensors, die or come to a halt, on every rank the
@@ -244,13 +243,14 @@ class CommEngine:
             )
         plan, traffic = self._planned(bucket_index, flat.numel(), flat.dtype, exchange, is_exact)
         bucket = InFlightBucket(flat=flat, plan=plan, traffic=traffic, finish=finish, is_last=is_last)
-        bucket.is_in_update = is_in_update or exchange is not None
+        bucket.is_in_update = is_in_update if is_in_update is None else is_in_update or exchange is not None
         bucket.is_coded = self.coder is not None and exchange is None and not is_exact
         new_job = self._jobs_of(bucket, block_ids, feedback) if bucket.is_coded else self._new_job
         if keeps_shard:
-            bucket.keeps_shard, bucket.traffic = True, replace(traffic, inside=traffic.inside / 2)  # no gather
-        if keeps_shard or is_exact:
-            new_job = partial(self._new_job, keeps_shard=keeps_shard, **({"dtype_across": None} if is_exact else {}))
+            bucket.num_owners = owners = len(self.topology.sharers(self.update_scope))
+            bucket.traffic = traffic.without_gather(self.update_scope)
+            new_job = partial(self._new_job, num_owners=owners)
+        new_job = partial(self._new_job, dtype_across=None) if is_exact else new_job
         if self._on_cuda:
             self._carrier.look()  # type: ignore[union-attr]
         if adasum_numels:
@@ -292,7 +292,7 @@ class CommEngine:
         return self._planned(bucket_index, numel, dtype)[0]
 
     def _planned(
-        self, index: int, numel: int, dtype: torch.dtype, exchange: NodeExchange | None = None, is_exact: bool = False
+        self, index: int, numel: int, dtype: torch.dtype, exchange: Exchange | None = None, is_exact: bool = False
     ) -> tuple[BucketPlan, Traffic]:
         # Decided once: it runs in every step, in the thread of backward.
         key = (index, numel, dtype, exchange, is_exact)
@@ -317,7 +317,7 @@ class CommEngine:
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Every bucket of gradients that was submitted so far, by contents."""
-        plans = (plan for plan, _ in self._buckets.values() if not is_node_exchange(plan.algorithm))
+        plans = (plan for plan, _ in self._buckets.values() if not is_exchange(plan.algorithm))
         return tuple(sorted(plans, key=lambda plan: (plan.index, plan.numel, plan.dtype)))
 
     @property

@@ -80,10 +80,9 @@ def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGN
     _wait(arrivals + departures)
 
 
-def collect_parts_(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Copy each rank's `part_of(flat)` to the group's rank 0."""
-    me, parts = dist.get_rank(group), _parts(flat, dist.get_world_size(group))
-    if me:
+def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy `parts[r]` of each rank r to the group's rank 0."""
+    if me := dist.get_rank(group):
         _wait([_send(parts[me], 0, group)] if parts[me].numel() else [])
     else:
         _wait([_receive(part, rank, group) for rank, part in enumerate(parts) if rank and part.numel()])

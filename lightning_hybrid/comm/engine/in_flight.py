@@ -79,8 +79,9 @@ class InFlightBucket:
     adasum_numels: tuple[int, ...] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
     is_last: bool = False  # of its step
-    is_in_update: bool = False  # no gradients: the optimizer's step waits for it
-    keeps_shard: bool = False  # `two_level` stops before the gather
+    # No gradients: the optimizer's step waits for it; None: it does not.
+    is_in_update: bool | None = False
+    num_owners: int = 0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
     is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
     is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more
     done: Future = field(default_factory=Future)
@@ -96,8 +97,8 @@ class InFlightBucket:
         self, job: Callable[[Tensor], Job], num_chunks: int, *, checksum: int | None, alignment: int = ALIGNMENT
     ) -> None:
         """Make the chunks; the checksum, if any, goes behind the last, which is cut once more where it is long."""
-        if self.keeps_shard:  # whole parts for each rank of the node, as the caller has packed them
-            alignment = SHARD_ALIGNMENT * len(job(self.flat).topology.node)
+        if self.num_owners:  # whole parts for each, as the caller has packed them
+            alignment = SHARD_ALIGNMENT * self.num_owners
         parts = [self.flat]
         if num_chunks > 1:
             parts = list(self.flat.split(chunk_numels(self.flat.numel(), num_chunks, alignment=alignment)))

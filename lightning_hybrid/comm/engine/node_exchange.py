@@ -1,16 +1,18 @@
-"""What the ranks of a node send one another where they share the update: small sums, weights, optimizer state.
+"""What ranks that share the update send one another, of a node or all of them: small sums, weights, optimizer state.
 
-    add_up_     flat <- sum over the node of flat                          a table of block sums, by every rank
-    gather_     part r of flat <- that of local rank r, on every rank      weights after the update
-    collect_    part r of flat <- that of local rank r, on the leader      state for a checkpoint
+    add_up_           flat <- sum over the ranks of flat                    a table of block sums, by every rank
+    gather_           part r of flat <- that of sharer r, on every rank     weights after the update
+    gather_across_    the same for the own shard of the node alone          where all share: before `gather_`
+    collect_          part r of flat <- that of sharer r, on the first      state for a checkpoint
 
-`flat` holds one part for each rank of the node, of equal length. As the stages of an all-reduce they are collective:
-every rank of the node must call them, in the same order; in place.
+`flat` holds one part for each rank, of equal length, in the order of `Topology.sharers`. As the stages of an all-reduce
+they are collective: every rank of the group must call them, in the same order; in place.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.job import Job
@@ -24,23 +26,42 @@ PART_ALIGNMENT = 128
 
 
 def add_up_(job: Job, group: dist.ProcessGroup) -> None:
-    """Sum over the node; all its ranks get the same bits."""
+    """Sum over the group; all its ranks get the same bits."""
     dist.all_reduce(job.flat, group=group)
 
 
 def gather_(job: Job, group: dist.ProcessGroup) -> None:
-    """Give every rank all parts."""
+    """Give every rank of the node all parts."""
+    _gather(job.flat, job, group)
+
+
+def gather_across_(job: Job, group: dist.ProcessGroup) -> None:
+    """Give ranks of equal local rank all parts of their shard."""
+    _gather(job.flat.chunk(len(job.topology.node))[job.topology.local_rank], job, group)
+
+
+def _gather(flat: Tensor, job: Job, group: dist.ProcessGroup) -> None:
     if not job.by_backend:
-        gloo_p2p.gather_parts_(job.flat, group)
+        gloo_p2p.gather_parts_(flat, group)
         return
-    parts = job.flat.chunk(dist.get_world_size(group))
-    all_gather(job.flat, parts[dist.get_rank(group)], group=group)
+    all_gather(flat, flat.chunk(dist.get_world_size(group))[dist.get_rank(group)], group=group)
+
+
+def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum this rank's part of `flat` over the group, by the backend; other parts stay."""
+    part = flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    total = part.new_empty(part.numel())
+    reduce_scatter(total, flat, group=group)
+    part.copy_(total)
 
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
-    """Give the node's leader all parts."""
+    """Give the first rank all parts."""
+    me, size, topology = dist.get_rank(group), dist.get_world_size(group), job.topology
+    sharers = topology.sharers("node" if size == len(topology.node) else "world")
+    chunks = job.flat.chunk(size)
+    parts = [chunks[sharers.index(rank)] for rank in sorted(sharers)]
     if not job.by_backend:
-        gloo_p2p.collect_parts_(job.flat, group)
+        gloo_p2p.collect_parts_(parts, group)
         return
-    me, parts = dist.get_rank(group), list(job.flat.chunk(dist.get_world_size(group)))
-    dist.gather(parts[me], None if me else parts, dst=job.topology.leader, group=group)
+    dist.gather(parts[me], None if me else parts, dst=sharers[0], group=group)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.adasum.combine import adasum_
-from lightning_hybrid.comm.bucket_layout import NodeExchange, between_nodes_form
+from lightning_hybrid.comm.bucket_layout import Exchange, between_nodes_form
 from lightning_hybrid.comm.engine import gloo_p2p, node_exchange
 from lightning_hybrid.comm.engine.coded_sum import sum_coded_
 from lightning_hybrid.comm.engine.job import Job
@@ -78,6 +78,8 @@ def _sum_across_(
     dtype = job.dtype_across
     # The choice by bytes is between messages of Gloo; NCCL has its own.
     all_reduce = _ring if job.by_backend else all_reduce
+    if job.num_owners > len(job.topology.node):  # each rank across has a part of the shard
+        all_reduce = node_exchange.scatter_across_ if job.by_backend else gloo_p2p.scatter_reduce_
     if dtype is None or dtype.itemsize >= flat.dtype.itemsize or job.topology.num_nodes == 1:
         all_reduce(flat, group)
         return
@@ -143,7 +145,7 @@ def _gather_shards(job: Job, group: dist.ProcessGroup) -> None:
     shard, job.shard = job.shard, None  # its memory is free after this stage
     if shard is None:  # a fault of the engine: stages out of order
         raise RuntimeError("the gather stage was given a job whose shard was never scattered")
-    if job.keeps_shard:
+    if job.num_owners:
         if job.by_backend:
             job.flat.chunk(dist.get_world_size(group))[dist.get_rank(group)].copy_(shard)
         return
@@ -174,17 +176,23 @@ STAGES: dict[Algorithm, tuple[Stage, ...]] = {
     ),
 }
 
-# Not of all-reduces: what the ranks of a node send one another where they share the update.
-NODE_STAGES: dict[NodeExchange, tuple[Stage, ...]] = {
+# Not of all-reduces: what the ranks of a node, or all, send one another where they share the update.
+EXCHANGES: dict[Exchange, tuple[Stage, ...]] = {
     "node_sum": (Stage(name="add_up", scope="node", run=node_exchange.add_up_),),
     "node_gather": (Stage(name="gather_weights", scope="node", run=node_exchange.gather_),),
     "node_collect": (Stage(name="collect_state", scope="node", run=node_exchange.collect_),),
+    "world_sum": (Stage(name="add_up_all", scope="world", run=node_exchange.add_up_),),
+    "world_gather": (
+        Stage(name="gather_weights_across", scope="across", run=node_exchange.gather_across_),
+        Stage(name="gather_weights_inside", scope="node", run=node_exchange.gather_),
+    ),
+    "world_collect": (Stage(name="collect_state_of_all", scope="world", run=node_exchange.collect_),),
 }
 
 
 def stages_by_name(name: Any) -> tuple[Stage, ...]:
-    """Return the stages of an algorithm, or of an exchange in the node."""
-    return NODE_STAGES[name] if name in NODE_STAGES else STAGES[name]
+    """Return the stages of an algorithm, or of an exchange in the update."""
+    return EXCHANGES[name] if name in EXCHANGES else STAGES[name]
 
 
 def group_name(stage: Stage, column: int = 0) -> str:

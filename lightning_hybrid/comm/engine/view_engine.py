@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.bucket_layout import is_node_exchange
+from lightning_hybrid.comm.bucket_layout import is_exchange
 from lightning_hybrid.comm.engine.engine import CommEngine
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.order_check import BucketOrder
@@ -32,7 +32,7 @@ class ViewEngine(CommEngine):
 
     def _record(self, bucket: InFlightBucket) -> int | None:
         # What a host exchanges within itself, as for a checkpoint, others need not do: it has no place in their order.
-        return None if is_node_exchange(bucket.plan.algorithm) else super()._record(bucket)
+        return None if is_exchange(bucket.plan.algorithm) else super()._record(bucket)
 
     def enter(self, view: ViewGroups) -> None:
         """Sum over the ranks of a view from now on; closed before. Collective among them.

@@ -29,6 +29,9 @@ from lightning_hybrid.comm.topology import Topology
 # How long one request to the store of a view may take.
 STORE_LIMIT = timedelta(seconds=10)
 
+# How long a group that is being made is waited for when its view has ended; then it is left to its timeout.
+CONNECT_LIMIT_S = 0.5
+
 
 class ViewGroups(CommGroups):
     """Groups of one view. Collective: every rank of the view makes them.
@@ -111,11 +114,9 @@ class ViewGroups(CommGroups):
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
         make = partial(torch_groups._new_process_group_helper, len(ranks), rank, [], backend, self.store, **more)
+        group, _ = _in_thread(make, self._device, is_over=self._is_late)
         if backend == "nccl":
-            group, _ = _in_thread(make, self._device, is_over=self._is_late)
             self._on_devices[name] = group
-        else:
-            group, _ = make()
         # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
         # they stand under numbers that no rank has.
         own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
@@ -139,7 +140,8 @@ class ViewGroups(CommGroups):
             return self._stuck
 
     def _is_late(self) -> bool:
-        return self._is_cut and monotonic() > self._cut_s + ABORT_LIMIT_S
+        limit_s = ABORT_LIMIT_S if self._device.type == "cuda" else CONNECT_LIMIT_S
+        return self._is_cut and monotonic() > self._cut_s + limit_s
 
     def _give_up(self) -> list[dist.ProcessGroup]:
         # What an attempt has put on streams may yet write into gradients, which the next one needs.
@@ -156,12 +158,13 @@ class ViewGroups(CommGroups):
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
-    # What has no limit of its own: NCCL where it connects, CUDA where it waits.
+    # What a cut may not end: NCCL and Gloo that wait to be connected to by a rank which has left, CUDA.
     found: list[Any] = []
 
     def run() -> None:
         try:
-            torch.cuda.set_device(device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             found.append(do())
         except Exception as error:
             found.append(error)
@@ -171,7 +174,7 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
     while thread.is_alive() and not is_over():
         thread.join(0.02)
     if not found:
-        raise RuntimeError(f"comm: {device} still waits for a host that is gone")
+        raise RuntimeError(f"comm: groups on {device} still wait for a host that is gone")
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from lightning_hybrid.comm.bucket_layout import NodeExchange, is_node_exchange
+from lightning_hybrid.comm.bucket_layout import Exchange, is_exchange
 from lightning_hybrid.comm.plan import Algorithm
 from lightning_hybrid.comm.topology import Topology
 
@@ -17,12 +18,16 @@ class Traffic:
     across: float = 0.0  # what this one sends
     inside: float = 0.0  # what the ranks of a node send one another
 
+    def without_gather(self, scope: Literal["node", "world"]) -> Traffic:
+        """Return that of a sum of which each rank gets a part, as the ranks of a node share it, or all."""
+        return replace(self, inside=self.inside / 2, across=self.across / (2 if scope == "world" else 1))
+
 
 NO_TRAFFIC = Traffic()
 
 
 def traffic_of(
-    algorithm: Algorithm | NodeExchange,
+    algorithm: Algorithm | Exchange,
     topology: Topology,
     num_bytes: float,
     *,
@@ -45,6 +50,9 @@ def traffic_of(
         node_sum          inside = 2 (k - 1) S                     a ring in each node
         node_gather,      inside = (k - 1) S                       each rank's 1 / k to the others, or
         node_collect      inside = (k - 1) / k S                   to the node's leader
+        world_sum         as flat
+        world_gather,     across = (N - 1) / N S                   each rank's 1 / P to those of its local rank, then as
+        world_collect                                              node_gather; or straight to rank zero
 
     A codec has no ring (`is_ring` False): each rank sends each other one its part, and then its sum of its own part.
     Nothing changes with one rank of each node in a group; `flat` and `parallel_flat` with several ranks on a node send
@@ -71,9 +79,13 @@ def traffic_of(
     """
     num_ranks, num_nodes = topology.world_size, topology.num_nodes
     most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
-    if is_node_exchange(algorithm):
-        times = {"node_sum": 2.0, "node_gather": 1.0}.get(algorithm, 1 / most_ranks)
-        return Traffic(inside=times * (most_ranks - 1) * num_bytes)
+    if is_exchange(algorithm):
+        if algorithm == "world_sum":
+            return replace(traffic_of("flat", topology, num_bytes), least_across=0.0)
+        scope, _, what = algorithm.partition("_")
+        times = {"sum": 2.0, "gather": 1.0}.get(what, 1 / (most_ranks if scope == "node" else num_ranks))
+        across = (num_nodes - 1) / num_nodes * num_bytes if scope == "world" else 0.0
+        return Traffic(across=across, inside=times * (most_ranks - 1) * num_bytes)
     wire = num_bytes if num_bytes_across is None or num_nodes == 1 else num_bytes_across
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat") and not is_ring and num_nodes > 1:

@@ -15,7 +15,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from lightning_hybrid.comm.bucket_layout import is_node_exchange
 from lightning_hybrid.comm.plan import BucketPlan
 from lightning_hybrid.comm.stats.link_bytes import NO_TRAFFIC, Traffic
 from lightning_hybrid.comm.stats.summary import BucketSummary, CommSummary
@@ -34,7 +33,7 @@ class DeviceTimes:
     ready_s: float  # its gradients were there
     done_s: float  # it was averaged
     stages: Sequence[tuple[str, float, float, int]] = ()  # name, begin, end, bytes
-    is_in_update: bool = False  # no gradients: the optimizer's step waited for it
+    is_in_update: bool | None = False  # no gradients: the optimizer's step waited for it; None: it did not
 
 
 class _Counts:
@@ -97,17 +96,18 @@ class CommTrace:
         is_last: bool,
         traffic: Traffic = NO_TRAFFIC,
         at_s: float | None = None,
-        is_in_update: bool = False,
+        is_in_update: bool | None = False,
     ) -> float:
         """Count a bucket that was submitted; `end` must follow. Returns the time: `at_s`, or now.
 
-        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for.
+        `is_in_update`: it is no bucket of gradients, but an exchange that the optimizer's step waits for; None: nor
+        does the step wait, see `count_wait`.
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
             self._add(num_steps=is_last, num_buckets=1, num_bytes=num_bytes)
             self._add(least_bytes_across=traffic.least_across, bytes_across=traffic.across, bytes_inside=traffic.inside)
-            if not is_in_update:
+            if is_in_update is False:
                 first_s = now_s if self._first_s is None else self._first_s
                 self._first_s = None if is_last else first_s
                 if is_last:
@@ -146,6 +146,11 @@ class CommTrace:
                 self._add_times(now_s)
                 self._busy_since_s = self._exposed_since_s = None
 
+    def count_wait(self, began_s: float) -> None:
+        """Count the time since then as exposed: forward has waited for what the step did not wait for."""
+        with self._lock:
+            self._add(exposed_s=self._clock() - began_s)
+
     def count_rounding(self, error: float, rounded: float) -> None:
         """Count what a codec lost: sums of squares, of errors and of what was rounded."""
         with self._lock:
@@ -175,7 +180,7 @@ class CommTrace:
                         is_last=each.is_last,
                         traffic=each.traffic,
                         at_s=at_s,
-                        is_in_update=each.is_in_update or is_node_exchange(each.bucket.algorithm),
+                        is_in_update=each.is_in_update,
                     )
 
     def now_s(self) -> float:

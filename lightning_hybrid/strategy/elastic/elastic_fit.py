@@ -225,8 +225,7 @@ class ElasticFit:
             logs.end_shard()
         self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
-        if after_first:  # as under `ddp`, where each rank sees one shard
-            self._put_buffers(after_first)
+        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -246,7 +245,7 @@ class ElasticFit:
         return [each.clone() for each in self._present_buffers()]
 
     def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._present_buffers(), values, strict=True):
+        for buffer, value in zip(self._present_buffers(), values, strict=bool(values)):
             buffer.copy_(value)
 
     def _share(self, views: Views, logs: StepLogs) -> None:
@@ -260,8 +259,7 @@ class ElasticFit:
         world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
             dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
-        is_first = views.topology.local_rank == 0
-        logs.share(world, num_shards=self._num_shards, is_first_of_host=is_first)
+        logs.share(world, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
 

@@ -1,53 +1,62 @@
-"""`shard_update="node"` as an extension: when the update is shared, its step, and whole checkpoints."""
+"""`shard_update` as an extension: when the update is shared, its step, and whole checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.coded_plan import plan_for_owners
-from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
+from lightning_hybrid.strategy.shard_update.late_gather import is_compiled
 from lightning_hybrid.strategy.shard_update.sharded_fit import ShardedFit
 
-ASKED = {"shard update": "`shard_update` (='node')"}
+Scope = Literal["node", "world"]
 
 
-def shard_update_for(fit: FitContext) -> ShardUpdateExtension | None:
+def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | None:
     """Make the extension; None, with a warning, where no rank has another one to share with.
 
     Raises:
         ValueError: precision or nodes do not fit.
     """
-    refuse_excluded(ASKED | in_precision(fit.precision) | in_nodes(fit.topology))
-    if fit.topology.ranks_per_node != 1:
-        return ShardUpdateExtension()
+    asked = {"shard update": f"`shard_update` (={scope!r})"}
+    refuse_excluded(asked | in_precision(fit.precision) | in_nodes(fit.topology))
+    if len(fit.topology.sharers(scope)) > 1:
+        return ShardUpdateExtension(scope)
     rank_zero_warn(
-        "`shard_update` (='node') shares nothing: every node has one rank. Leave `strategy.shard_update` "
-        "out, or run several ranks on each node (`strategy.ranks_per_node` says which ranks share one)."
+        f"`shard_update` (={scope!r}) shares nothing: every {scope} has one rank. Leave `strategy.shard_update` "
+        "out, or run several ranks on each node (`strategy.ranks_per_node` says which ranks share one), or, where "
+        'there are several nodes, set `strategy.shard_update` to "world".'
     )
     return None
 
 
 class ShardUpdateExtension(FitExtension):
-    """Lets the ranks of a node share the update."""
+    """Lets the ranks of a node, or of the world, share the update."""
 
     _shared: ShardedFit | None = None  # from set-up to end
 
+    def __init__(self, scope: Scope) -> None:
+        self._scope, self._name = scope, f"`shard_update` (={scope!r})"
+
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
         """Return the plan with which owners of parts get their sums."""
-        return {"plan": plan_for_owners(plan, on_cuda=fit.device.type == "cuda"), "shares_update": True}
+        # On CUDA, and with one rank on each node, `auto` averages everything on all ranks.
+        is_flat = fit.device.type == "cuda" or fit.topology.ranks_per_node == 1
+        return {"plan": plan_for_owners(plan, is_flat=is_flat), "shares_update": self._scope}
 
     def after_setup(self, fit: RunningFit) -> None:
         """Cut masters and optimizer state."""
-        refuse_excluded(ASKED | in_optimizers(fit.optimizers))
-        self._shared = ShardedFit(fit.engine, masters_of(fit.module), fit.optimizers, fit.device)
+        refuse_excluded({"shard update": self._name} | in_optimizers(fit.optimizers))
+        # In the node links are fast, and memory is the reason; a compiled forward would not wait for its weights.
+        is_late = self._scope == "world" and not is_compiled(fit.module)
+        self._shared = ShardedFit(fit, is_late=is_late)
         # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
         is_possible = not fit.ddp_options.get("find_unused_parameters", False)
         self._shared.scatter_gradients(fit.hook_state, is_possible=is_possible)
@@ -82,9 +91,7 @@ class ShardUpdateExtension(FitExtension):
     @contextmanager
     def reading_module(self, fit: RunningFit) -> Iterator[None]:
         """Bring whole masters to rank zero. Collective."""
-        fit.failures.refuse_to_save_alone(
-            "`shard_update` (='node')", "masters and optimizer state are in parts on the ranks of the node"
-        )
+        fit.failures.refuse_to_save_alone(self._name, "masters and optimizer state are in parts on several ranks")
         self._parts.collect_masters()
         try:
             yield

@@ -4,6 +4,7 @@
     packed      | a: rank 0's | b: rank 0's | a: rank 1's | b: rank 1's |                        what is scattered
     rest        | small |                                                                       averaged on all ranks
 
+Where all ranks share, the shards of a node are scattered once more, over the nodes, in place of their all-reduce.
 After it a rank has the averages of the elements that it updates; of all others its `p.grad` holds what was there. The
 gather of the weights after the update takes the place of that of the gradients, so that both together move the bytes of
 `two_level`. Only where nothing looks at gradients, and for buckets that the plan gives to `two_level`; the last bucket,
@@ -35,12 +36,12 @@ class Packing:
     """Where the elements of a bucket are in what is sent."""
 
     numel: int  # of the packed tensor
-    moves: list[list[tuple[int, Range]]]  # by local rank: a place in the packed tensor, and what of the bucket is there
+    moves: list[list[tuple[int, Range]]]  # by sharer: a place in the packed tensor, and what of the bucket is there
     rest: list[Range]  # of the bucket
 
 
 def packing_of(owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequence[int]) -> Packing:
-    """Lay out the elements that each rank owns (`owned`, by local rank), in chunks of equal shards of the ranks.
+    """Lay out the elements that each rank owns (`owned`, by sharer), in chunks of equal shards of the ranks.
 
     >>> packing_of([[(0, 3)], [(3, 4), (6, 8)]], [], chunks=[2, 4]).moves
     [[(0, (0, 1)), (2, (1, 3))], [(1, (3, 4)), (4, (6, 8))]]
@@ -71,7 +72,8 @@ class GradientScatter:
         self, engine: CommEngine, pair_of: Callable[[Tensor], MasterShard | WeightShard | None], *, is_possible: bool
     ) -> None:
         self._engine, self._pair_of, self._is_possible = engine, pair_of, is_possible
-        self._rank, self._num_ranks = engine.topology.local_rank, len(engine.topology.node)
+        sharers = engine.topology.sharers(engine.update_scope)
+        self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
         self._packings: dict[tuple[int, ...], Packing | None] = {}
         self._plan = engine.plan
         self.is_on = False

@@ -1,4 +1,4 @@
-"""What the ranks of a node send one another: parts of tensors, in chunks that go through the engine.
+"""What ranks that share the update send one another: parts of tensors, in chunks that go through the engine.
 
     chunk       | rank 0's elements | rank 1's elements | ...       of as many parameters as there is room for
 
@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.comm.bucket_layout import NodeExchange
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
+from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, flattened
 
 # Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
@@ -33,7 +34,7 @@ class PackedChunk:
     """The layout of a chunk: the slices of each rank, one after the other from `rank * numel` on."""
 
     numel: int = 0  # of one rank, with what fills it up
-    slices: list[list[Slice]] = field(default_factory=list)  # by local rank
+    slices: list[list[Slice]] = field(default_factory=list)  # by sharer
 
 
 def chunks_of(spans: Sequence[Sequence[tuple[int, int]]], numel: int) -> list[PackedChunk]:
@@ -66,21 +67,34 @@ def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[Slice]]:
 
 
 class ShardExchange:
-    """The exchanges of one engine among the ranks of a node. All are collective, and raise the engine's errors."""
+    """The exchanges of one engine among ranks that share the update. All are collective, and raise its errors."""
 
     def __init__(self, engine: CommEngine) -> None:
-        self._engine, topology = engine, engine.topology
-        self._rank, self._num_ranks = topology.local_rank, len(topology.node)
-        self.is_first = topology.rank == 0
+        self._engine = engine
+        sharers = engine.topology.sharers(engine.update_scope)
+        self.place = self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
+        self.is_first, self.is_in_node = engine.topology.rank == 0, engine.update_scope == "node"
         self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:
-        """Add a tensor over the ranks of the node, in place."""
-        self._engine.submit(table.view(-1), bucket_index=0, exchange="node_sum").wait()
+        """Add a tensor over the ranks, in place."""
+        self._engine.submit(table.view(-1), bucket_index=0, exchange=self._exchange_named("sum")).wait()
+
+    def largest(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitude in the tensors of all ranks, of which some may have none."""
+        table = torch.zeros(self._num_ranks, device=self._engine.device)
+        for tensor in tensors:
+            if tensor.numel():
+                table[self._rank] = torch.maximum(table[self._rank], torch.linalg.vector_norm(tensor, float("inf")))
+        self.add_up_(table)
+        return table.amax()
 
     @torch.no_grad()
-    def gather_(self, pairs: Sequence[object], tensors: Sequence[Tensor]) -> None:
-        """Complete tensors as large as parameters, of which each rank has its own part; whole ones are left alone."""
+    def gather_(self, pairs: Sequence[object], tensors: Sequence[Tensor], late: LateGather | None = None) -> None:
+        """Complete tensors as large as parameters, of which each rank has its own part; whole ones are left alone.
+
+        `late` waits for them where they are read, in place of this call; until then all are in memory twice.
+        """
         by_dtype: dict[torch.dtype, list[tuple[MasterShard | WeightShard, Tensor]]] = {}
         for pair, tensor in zip(pairs, tensors, strict=True):
             if isinstance(pair, MasterShard | WeightShard):
@@ -88,7 +102,7 @@ class ShardExchange:
         for some in by_dtype.values():
             rows = [flattened(tensor, pair.low) for pair, tensor in some]
             own = [row.narrow(0, *_begin_and_length(pair)) for row, (pair, _) in zip(rows, some, strict=True)]
-            self._exchange("node_gather", [pair for pair, _ in some], own, into=rows)
+            self._exchange("gather", [pair for pair, _ in some], own, into=rows, late=late)
 
     @torch.no_grad()
     def collect(self, pairs: Sequence[MasterShard | WeightShard], own: Sequence[Tensor]) -> list[Tensor] | None:
@@ -104,32 +118,36 @@ class ShardExchange:
             rows = None if wholes is None else [flattened(wholes[index], pairs[index].low) for index in some]
             for row, index in zip(rows or (), some, strict=False):
                 row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
-            self._exchange("node_collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
+            self._exchange("collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
         return wholes
 
     def _exchange(
         self,
-        exchange: NodeExchange,
+        what: Literal["gather", "collect"],
         pairs: Sequence[MasterShard | WeightShard],
         own: Sequence[Tensor],
         into: Sequence[Tensor] | None,
+        late: LateGather | None = None,
     ) -> None:
-        layout = self._layout(pairs)
+        layout = self._layout(pairs, is_late=late is not None)
         under_way: deque[Future[Tensor]] = deque()
         # Not kept: between steps memory is what is to be saved.
         largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
-        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in layout[:2]]
+        memory = [own[0].new_zeros(largest, device=self._engine.device) for _ in (layout if late else layout[:2])]
         for index, chunk in enumerate(layout):
-            if len(under_way) == 2:
+            if not late and len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
-            flat = memory[index % 2][: chunk.numel * self._num_ranks]
+            flat = memory[index % len(memory)][: chunk.numel * self._num_ranks]
             begins = [pair.spans[self._rank][0] for pair in pairs]
             slices = chunk.slices[self._rank]
             rows = self._rows(flat, chunk, self._rank)
             if rows:
                 torch._foreach_copy_(rows, [own[i][begin - begins[i] : end - begins[i]] for i, begin, end in slices])
             finish = partial(self._put, chunk=chunk, into=into)
-            under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, exchange=exchange))
+            waits = {"exchange": self._exchange_named(what), "is_in_update": None if late else True}
+            under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, **waits))
+            if late:
+                late.add(under_way.pop(), [pairs[i].low for some in chunk.slices for i, _, _ in some])
         for future in under_way:
             future.wait()
 
@@ -147,10 +165,16 @@ class ShardExchange:
         numels = [end - begin for _, begin, end in chunk.slices[rank]]
         return list(flat[rank * chunk.numel :][: sum(numels)].split(numels)) if numels else []
 
-    def _layout(self, pairs: Sequence[MasterShard | WeightShard]) -> list[PackedChunk]:
-        key = tuple(map(id, pairs))
+    def _exchange_named(self, what: str) -> Any:
+        return f"{'node' if self.is_in_node else 'world'}_{what}"
+
+    def _layout(self, pairs: Sequence[MasterShard | WeightShard], *, is_late: bool) -> list[PackedChunk]:
+        key = (is_late, *map(id, pairs))
         if key not in self._layouts:
-            self._layouts[key] = chunks_of([pair.spans for pair in pairs], CHUNK_NUMEL // self._num_ranks)
+            total = sum(pair.low.numel() for pair in pairs)
+            # What comes first lets forward begin: some 16 chunks, of half a MiB at least in half precision.
+            numel = min(CHUNK_NUMEL, max(total // 16, 1 << 18)) if is_late else CHUNK_NUMEL
+            self._layouts[key] = chunks_of([pair.spans for pair in pairs], numel // self._num_ranks)
         return self._layouts[key]
 
 

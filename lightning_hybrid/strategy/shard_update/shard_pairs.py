@@ -21,7 +21,7 @@ class _Shard(MasterPair):
 
     def __init__(self, low: Tensor, master: nn.Parameter, original_dtype: torch.dtype) -> None:
         super().__init__(low=low, master=master, original_dtype=original_dtype)
-        self.spans: list[tuple[int, int]] = []  # by local rank
+        self.spans: list[tuple[int, int]] = []  # by sharer, in the order of `Topology.sharers`
         self.local_rank = 0
         self._view: Tensor | None = None
 

@@ -1,8 +1,8 @@
-"""The parts of one fit with `shard_update="node"`: from the first cut into parts to the whole module at the end."""
+"""The parts of one fit with `shard_update`: from the first cut into parts to the whole module at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import CommEngine, HookState, Topology
+from lightning_hybrid.comm import HookState
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
+from lightning_hybrid.precision.averaging import masters_of
 from lightning_hybrid.precision.master_step import MasterStep
-from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.master_weights import MasterPair
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     grads_are_observed,
@@ -22,34 +23,35 @@ from lightning_hybrid.precision.optimizer_protocol import (
     supports_fused_master_step,
     temporary_attributes,
 )
+from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
+from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, WeightShards
 
 
 class ShardedFit:
-    """The parts of one fit: which elements of which parameters this rank updates, and the exchanges of the node.
+    """The parts of one fit: which elements of which parameters this rank updates, and the exchanges with the others.
 
-    Parameters of fewer blocks than ranks (`placement.is_split`) and those with gaps in memory stay whole on all ranks.
+    Parameters of fewer blocks than the ranks of a node (`placement.is_split`), where all ranks share of one block, and
+    those with gaps in memory stay whole on all ranks.
     Who has which part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
 
     Args:
-        engine: of this fit.
-        masters: those of the module; None: its parameters have none.
-        optimizers: of this fit; they get `parts` and `add_up_`, where they know these.
-        device: of the module.
+        fit: its optimizers get `parts` and `add_up_`, where they know these.
+        is_late: whether the gather of weights goes on in the next forward.
     """
 
-    def __init__(
-        self, engine: CommEngine, masters: MasterWeights | None, optimizers: Sequence[Optimizer], device: torch.device
-    ) -> None:
+    def __init__(self, fit: RunningFit, *, is_late: bool) -> None:
+        masters, engine = masters_of(fit.module), fit.engine
         self.exchange = ShardExchange(engine)
+        self._late = LateGather(engine.trace) if is_late else None
         self.weights = WeightShards() if masters is None else masters
         self.has_masters = masters is not None
-        self._optimizers, self._device = list(optimizers), device
-        self._cut_parameters(engine.topology)
-        self.weights.gather_ = self.exchange.gather_
+        self._optimizers, self._device = list(fit.optimizers), fit.device
+        self._cut_parameters()
+        self.weights.gather_, self.weights.largest = self._gather_, self._largest_gradient
         self.scatter: GradientScatter | None = None
         self._lent = ExitStack()
         for optimizer in self._optimizers:
@@ -64,16 +66,20 @@ class ShardedFit:
         self._direct_steps: list[DirectSteps] = []
         self._step: MasterStep | None = None
         if masters is None:
-            self._step = step = MasterStep(self.weights, device)
+            self._step = step = MasterStep(self.weights, fit.device)
             for optimizer in self._optimizers:
                 self._direct_steps.append(DirectSteps(optimizer, self._called_by_user, lambda: step.is_running))
+        if self._late is not None:
+            self._lent.enter_context(self._late)
 
-    def _cut_parameters(self, topology: Topology) -> None:
-        self._place = rank, num_parts = topology.local_rank, len(topology.node)
+    def _cut_parameters(self) -> None:
+        rank, num_parts = self.exchange.place
         found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
         # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of.
         same = [parameter for parameter in found if not getattr(parameter, "_ddp_ignored", False)]
-        large = [p for p in same if is_split(p.numel(), num_parts, BLOCK) and not has_gaps(p)]
+        # Of the world most tensors have fewer blocks than it has ranks: then some ranks have no part of them.
+        num_least = num_parts if self.exchange.is_in_node else 2
+        large = [p for p in same if is_split(p.numel(), num_least, BLOCK) and not has_gaps(p)]
         owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
         for parameter, own in zip(owned, spans_by_rank([p.numel() for p in owned], num_parts), strict=True):
             pair = self.weights.pair_of(parameter)
@@ -81,6 +87,18 @@ class ShardedFit:
                 self.weights.pairs[id(parameter)] = MasterShard(pair, own, rank)
             else:
                 self.weights.pairs[id(parameter)] = WeightShard(parameter, own, rank)
+
+    def _gather_(self, pairs: list[MasterPair], tensors: list[Tensor]) -> None:
+        late = self._late
+        if late is not None:
+            late.wait()  # for what no forward has read
+        is_of_weights = all(tensor is pair.low for pair, tensor in zip(pairs, tensors, strict=True))
+        self.exchange.gather_(pairs, tensors, late=late if is_of_weights else None)
+
+    def _largest_gradient(self, parameters: Iterable[Tensor]) -> Tensor:
+        # Gradients of others' parts may be this rank's own.
+        each = ((one.grad, self.part_pair_of(one)) for one in parameters if one.grad is not None)
+        return self.exchange.largest([grad if pair is None else pair.part_of(grad) for grad, pair in each])
 
     def part_pair_of(self, parameter: Tensor) -> MasterShard | WeightShard | None:
         """Return the pair of a parameter that is cut into parts; None for others."""
@@ -120,7 +138,7 @@ class ShardedFit:
         """
         if self.scatter is not None and self.scatter.is_on and not self.is_unobserved(module):
             raise RuntimeError(
-                "`shard_update` (='node') has averaged the gradients of this step for their owners alone, and since "
+                "`shard_update` has averaged the gradients of this step for their owners alone, and since "
                 "its batch began clipping, a hook or a step hook of the optimizer is there that looks at them. "
                 "Register it before training starts, or between two batches."
             )
@@ -130,7 +148,7 @@ class ShardedFit:
         """The fields of `RunStatus` that say what this rank has of each parameter."""
         pairs = {key: pair for key, pair in self.weights.pairs.items() if isinstance(pair, MasterShard | WeightShard)}
         parts = {key: pair.part for key, pair in pairs.items()}
-        return {"parts": parts, "place_in_node": self._place, "update_context": self.parts_with_gradients}
+        return {"parts": parts, "place_in_node": self.exchange.place, "update_context": self.parts_with_gradients}
 
     @contextmanager
     def parts_with_gradients(self, optimizer: Optimizer) -> Iterator[None]:
@@ -197,6 +215,8 @@ class ShardedFit:
         """Give the optimizers back what was taken; with `is_whole` masters and state are whole. Collective then."""
         try:
             if is_whole:
+                if self._late is not None:
+                    self._late.wait()
                 self._make_whole()
         finally:
             self.weights.gather_ = None

@@ -9,8 +9,10 @@ Bytes per parameter are those between two steps that recipes/records/memory meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from lightning_hybrid.checks import require_choice, require_whole
 from lightning_hybrid.placement import is_split
@@ -111,13 +113,17 @@ class MemoryNeed:
         settings: What to give on the command line; empty: what was asked for.
         state_bytes: Weights, masters, gradients, optimizer state, engine.
         activation_bytes: The most that a step needs on top: kept for backward, and in work.
-        cost: What it costs, in words.
+        batch_size: Images that a rank takes at a time.
+        kind: Precision, and whether activations are re-materialised.
+        extra_s: What a step of the whole batch takes more.
     """
 
     settings: tuple[str, ...]
     state_bytes: float
     activation_bytes: float
-    cost: str
+    batch_size: int = 1
+    kind: tuple[str, bool] = ("16-true", False)
+    extra_s: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -129,58 +135,96 @@ class MemoryNeed:
         return self.total_bytes <= USABLE_SHARE * memory_bytes
 
 
-def memory_needs(
-    state: StateBytes,
-    numels: Sequence[int],
-    *,
-    ranks_per_node: int,
-    world_size: int,
-    activation_bytes: float,
-    checkpointed_bytes: float | None,
-    largest_block: int,
-) -> list[MemoryNeed]:
-    """List what a data-parallel rank needs: as asked for, then with what to try, in the order in which to try it.
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoices:
+    """What a data-parallel rank may turn on to need less: all combinations, some hundred, so that no solver is needed.
 
-    `shard_update=node` costs next to nothing; activation checkpointing costs a second forward; `fully_shard` moves all
-    weights twice more, over all links. A pipeline (`pipeline_cost`) is the last thing to try.
+        activations = constant + slope * batch         by a step of one image and one of the batch
 
     Args:
-        state: Bytes per parameter.
+        states: Bytes per parameter in each precision; that asked for comes first.
+        activations: Bytes of a step of one image and of the whole batch, by precision and whether they are
+            re-materialised; the network has that option where the latter is there.
+        batch_size: Images of a rank in a step. Fewer at a time accumulate; the planner knows no time that this costs.
         numels: Elements of each parameter.
         ranks_per_node: Ranks that may share the update.
         world_size: Ranks that may share everything.
-        activation_bytes: Of a step of one rank, without re-materialisation.
-        checkpointed_bytes: The same with it; None: the network has no such option.
         largest_block: Elements of the largest part of the network that `fully_shard` gathers at once.
+        forward_s: Of a step: re-materialisation takes it once more.
+        gather_s: Of all weights in a node, after a shared update.
+        gather_all_s: Of all weights over all ranks: `fully_shard` gathers twice and scatters sums once, in the place of
+            an all-reduce, which is two of them.
     """
-    total = sum(numels)
 
-    def need(settings: tuple[str, ...], bytes_each: float, activations: float, cost: str) -> MemoryNeed:
-        return MemoryNeed(settings=settings, state_bytes=bytes_each * total, activation_bytes=activations, cost=cost)
+    states: Mapping[str, StateBytes]
+    activations: Mapping[tuple[str, bool], tuple[float, float]]
+    batch_size: int
+    numels: Sequence[int]
+    ranks_per_node: int = 1
+    world_size: int = 1
+    largest_block: int = 0
+    forward_s: float = 0.0
+    gather_s: float = 0.0
+    gather_all_s: float = 0.0
 
-    whole = need((), state.per_parameter(), activation_bytes, "")
-    found = [whole]
-    if ranks_per_node > 1:
-        each = state.per_parameter(state_share=shared_share(numels, ranks_per_node))
-        gathers = "weights are gathered in the node after the update"
-        found.append(need(("strategy.shard_update=node",), each, activation_bytes, gathers))
-    if checkpointed_bytes is not None:
-        again = "forward runs twice: about a third more arithmetic"
-        # With the update shared too, should neither be enough.
-        found += [
-            replace(
-                one,
-                settings=(*one.settings, "model.checkpoint_activations=true"),
-                activation_bytes=checkpointed_bytes,
-                cost=again,
-            )
-            for one in (whole, *found[1:])
+    def need(
+        self, precision: str, batch_size: int, *, again: bool = False, sharing: Literal["", "node", "fsdp2"] = ""
+    ) -> MemoryNeed:
+        """Return what a rank needs with these."""
+        state, total = self.states[precision], sum(self.numels)
+        first, whole = self.activations[precision, again]
+        slope = (whole - first) / max(1, self.batch_size - 1)
+        bytes_each = state.per_parameter()
+        if sharing == "node":
+            bytes_each = state.per_parameter(state_share=shared_share(self.numels, self.ranks_per_node))
+        elif sharing:
+            # Two blocks gathered in half precision, this one and the next, and the gradients of this one.
+            bytes_each = state.fully_sharded(self.world_size) + 3 * 2 * self.largest_block / max(1, total)
+        settings = {
+            f"precision={precision}": precision != next(iter(self.states)),
+            f"batch_size_per_rank={batch_size}": batch_size != self.batch_size,
+            "strategy.shard_update=node": sharing == "node",
+            "strategy=fsdp2": sharing == "fsdp2",
+            "model.checkpoint_activations=true": again,
+        }
+        return MemoryNeed(
+            settings=tuple(name for name, is_on in settings.items() if is_on),
+            state_bytes=bytes_each * total,
+            activation_bytes=whole - slope * (self.batch_size - batch_size),
+            batch_size=batch_size,
+            kind=(precision, again),
+            extra_s=again * self.forward_s + {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}[sharing],
+        )
+
+    def needs(self) -> list[MemoryNeed]:
+        """Return all combinations: what was asked for first, then by number of settings, time and size of batches."""
+        sizes = [self.batch_size >> halvings for halvings in range(self.batch_size.bit_length())]
+        sizes = [size for size in sizes if self.batch_size % size == 0]
+        sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *(["fsdp2"] if self.world_size > 1 else [])]
+        found = [
+            self.need(precision, size, again=again, sharing=sharing)  # type: ignore[arg-type]
+            for (precision, again), size, sharing in itertools.product(self.activations, sizes, sharings)
         ]
-    if world_size > 1:
-        least = activation_bytes if checkpointed_bytes is None else checkpointed_bytes
-        options = ("strategy=fsdp2", *(() if checkpointed_bytes is None else ("model.checkpoint_activations=true",)))
-        # Two blocks gathered in half precision, this one and the next, and the gradients of this one.
-        gathered = 3 * 2 * largest_block
-        bytes_each = state.fully_sharded(world_size) + gathered / max(1, total)
-        found.append(need(options, bytes_each, least, "each block's weights are gathered twice a step by all ranks"))
-    return found
+        return sorted(found, key=lambda need: (len(need.settings), need.extra_s, -need.batch_size))
+
+    def alone(self, memory_bytes: float) -> list[MemoryNeed]:
+        """Return what a rank needs with one setting each: in the order of their time by the bytes that they save.
+
+        Of those that take no time the one that saves most comes first.
+        """
+        asked, *others = [need for need in self.needs() if len(need.settings) < 2]
+        found = [need for need in largest_batches(others, memory_bytes) if need.total_bytes < asked.total_bytes]
+
+        def price(need: MemoryNeed) -> tuple[float, float]:
+            saved = asked.total_bytes - need.total_bytes
+            return need.extra_s / saved, -saved
+
+        return sorted(found, key=price)
+
+
+def largest_batches(needs: Sequence[MemoryNeed], memory_bytes: float) -> list[MemoryNeed]:
+    """Leave of needs whose settings differ in a number alone the first that fits, else the last."""
+    kinds: dict[tuple[str, ...], list[MemoryNeed]] = {}
+    for need in needs:
+        kinds.setdefault(tuple(each.rstrip("0123456789") for each in need.settings), []).append(need)
+    return [next((one for one in some if one.fits(memory_bytes)), some[-1]) for some in kinds.values()]

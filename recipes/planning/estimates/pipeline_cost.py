@@ -102,13 +102,15 @@ def _tasks_of_rank(schedule: str, rank: int, num_ranks: int, num_micro: int, per
         ahead = min(total, behind + 1)
     else:
         ahead = min(total, (per_rank - 1) * num_ranks + 2 * behind + 1)
-    forwards = [task(step, True) for step in range(total)]
-    backwards = [task(step, False) for step in range(total)]
-    # Some forwards ahead, then one backward, one forward, until no forward is left.
-    found = forwards[:ahead]
-    for backward, forward in zip(backwards, forwards[ahead:], strict=False):
+    return in_turns([task(step, True) for step in range(total)], [task(step, False) for step in range(total)], ahead)
+
+
+def in_turns(forwards: list[PipelineTask], backwards: list[PipelineTask], num_ahead: int) -> list[PipelineTask]:
+    """Return some forwards ahead, then one backward, one forward, until no forward is left, and the other backwards."""
+    found = forwards[:num_ahead]
+    for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
         found += [backward, forward]
-    return found + backwards[total - ahead :]
+    return found + backwards[len(forwards) - num_ahead :]
 
 
 def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[StageLoad]) -> list[list[PipelineTask]]:

@@ -34,8 +34,7 @@ def happened(monkeypatch):
         # A bound device without `lazy_init`: torch would split the group of the host, and wait for its other ranks.
         assert (backend == "nccl") == (device_id == torch.device("cuda:0")) == bool(backend_options)
         assert backend != "nccl" or backend_options.lazy_init
-        if backend == "nccl":
-            seen.connect()
+        seen.connect()
         seen.calls.append((backend, group_name.split(", ")[1], size))
         return Group(group_name, backend), store
 
@@ -68,8 +67,8 @@ def open_view(do=lambda groups: None):
         device=torch.device("cuda:0"),
         spared=set,
     )
-    groups.open()
     do(groups)
+    groups.open()
     groups.add(SCOPES)
     return groups, server
 
@@ -105,22 +104,25 @@ def test_a_device_that_does_not_end_is_an_error_and_no_wait(happened):
     may_end = threading.Event()
     happened.device = lambda: may_end.wait(60)
     groups.cut()
-    with pytest.raises(RuntimeError, match="cuda:0 still waits for a host that is gone"):
+    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that is gone"):
         groups.destroy()
     may_end.set()
 
 
-def test_a_host_that_is_lost_while_nccl_connects_is_an_error_and_no_wait(happened):
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_host_that_leaves_while_groups_connect_is_an_error_and_no_wait(happened, backend):
     may_end, cut = threading.Event(), []
 
     def connect():
-        cut[0].cut()
-        may_end.wait(60)
+        if backend == "gloo" or happened.calls:
+            cut[0].cut()
+            may_end.wait(60)
 
     happened.connect = connect
-    with pytest.raises(RuntimeError, match="cuda:0 still waits for a host that is gone"):
+    with pytest.raises(RuntimeError, match="on cuda:0 still wait for a host that is gone"):
         open_view(cut.append)
     may_end.set()
+    assert len(happened.calls) == (backend == "nccl")
 
 
 def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():

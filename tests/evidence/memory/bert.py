@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_hybrid.optim import LAMB
 from recipes.networks.bert import Bert
-from recipes.planning.activations import meta_step, step_bytes
+from recipes.planning.activations import step_bytes, tracked_bytes
 from recipes.planning.estimates.memory import StateBytes
 from recipes.planning.layers import WithoutValues
 
@@ -49,18 +49,6 @@ def tracked(model: Bert, device: str, num_sequences: int, length: int) -> int:
     return peak(tracker, device)
 
 
-def tracked_half(model: Bert, precision: str, num_sequences: int, length: int) -> int:
-    """Bytes at the peak of forward and backward in half precision on the meta device, weights aside."""
-    with meta_step(model, precision) as (shadow, _):
-        tracker = MemTracker()
-        tracker.track_external(shadow)
-        text = model.example(num_sequences, length, device="meta")
-        with tracker:
-            loss_of(shadow, text).backward()
-        weights = sum(one.nbytes for one in (*shadow.parameters(), *shadow.buffers()))
-    return peak(tracker, "meta") - weights
-
-
 def row(device: str, num_sequences: int, length: int, precision: str = "32-true", **options: Any) -> dict[str, Any]:
     """Predicted and measured bytes; `options` as in `Bert`."""
     torch.manual_seed(0)
@@ -72,7 +60,7 @@ def row(device: str, num_sequences: int, length: int, precision: str = "32-true"
     if precision == "32-true":
         measured = tracked(Bert(**options) if device == "cpu" else on_meta, device, num_sequences, length)
     else:
-        measured = state + tracked_half(on_meta, precision, num_sequences, length)
+        measured = state + tracked_bytes(on_meta, [length], batch_size=num_sequences, precision=precision)
     return {
         "device": device,
         "sequences": num_sequences,

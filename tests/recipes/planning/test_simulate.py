@@ -154,13 +154,13 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
 
 
 def test_a_model_of_unknown_pace_is_refused():
-    cfg = composed("simulate", "run_dir=/nowhere", "cluster=p40_roce")
-    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 8 x Tesla P40 .* for model=alexnet"):
-        rate_of(cfg, "alexnet", 10**9)
+    cfg = composed("simulate", "run_dir=/nowhere", "cluster=p100_25gbe")
+    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 4 x Tesla P100 .* for model=mine"):
+        rate_of(cfg, "mine", 10**9)
     cfg.cluster.peak_flops = 1e12
-    assert rate_of(cfg, "alexnet", 10**9) == (200.0, True)
+    assert rate_of(cfg, "mine", 10**9) == (200.0, True)
     cfg.images_per_s = 3
-    assert rate_of(cfg, "alexnet", 10**9) == (3.0, False)
+    assert rate_of(cfg, "mine", 10**9) == (3.0, False)
 
 
 @pytest.mark.parametrize("name", NAMES)

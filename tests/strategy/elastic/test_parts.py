@@ -67,6 +67,16 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
     assert read == [[of_ranks[1][step]] if step < 2 else [of_ranks[0][step], of_ranks[1][step]] for step in range(5)]
 
 
+def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    fit = ElasticFit.__new__(ElasticFit)
+    fit._loader, fit._shards, fit._num_shards = None, [2], NUM_SHARDS  # hosts have met before Lightning asks
+    loader = fit.deal(own_loader(), 0, lambda one: one)
+    assert next(iter(loader))[1].tolist() == labels_of(own_loader(2, NUM_SHARDS))[0]
+    assert list(loader._streams) == [2]
+
+
 def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 

@@ -1,13 +1,16 @@
-"""What a user reads last: after an error, a rank that was killed, no shared memory; and what a notebook is told."""
+"""What a user reads last: after an error, a rank that was killed, no shared memory; what is refused at the launch."""
 
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.fabric import Fabric
+from lightning.fabric.accelerators import CPUAccelerator as FabricAccelerator
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator as PytorchAccelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -81,9 +84,22 @@ def test_lightning_kills_the_other_ranks_only_after_they_had_time_to_report(monk
     assert seen == [rendezvous.REPORT_S, "killed"]
 
 
-@pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     ("kind", "name"), [(Trainer, "hybrid_allreduce"), (Trainer, "hybrid_pipeline"), (Fabric, "hybrid_allreduce")]
 )
+
+
+@EACH
+@pytest.mark.parametrize("device", ["mps", "xla", "hpu", "xpu"])
+def test_devices_that_are_neither_cpus_nor_of_cuda_are_refused_before_any_work(monkeypatch, kind, name, device):
+    """An accelerator stands in that has two devices of that kind."""
+    for one in (PytorchAccelerator, FabricAccelerator):
+        monkeypatch.setattr(one, "get_parallel_devices", lambda _: [torch.device(device, index) for index in (0, 1)])
+    with pytest.raises(MisconfigurationException, match=f"one of '{device}' devices. must be cpu or cuda"):
+        kind(strategy=name, devices=2, accelerator="cpu")
+
+
+@EACH
 def test_a_notebook_is_told_our_name_for_notebooks_and_a_fork_is_not_refused(monkeypatch, kind, name):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(MisconfigurationException, match=f"Write strategy='{name}_notebook'"):

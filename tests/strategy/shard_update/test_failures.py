@@ -21,7 +21,7 @@ def save_nowhere(trainer, *args):
 
 
 def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
-    (before,) = stages.NODE_STAGES[exchange]
+    before, *others = stages.EXCHANGES[exchange]
     calls = []
 
     def run(job, group):
@@ -32,8 +32,10 @@ def fails_on_one_rank(exchange, at_call, precision, optimizer, callbacks):
 
     with pytest.MonkeyPatch.context() as patch:
         stage = stages.Stage(name=before.name, scope=before.scope, run=run)
-        patch.setitem(stages.NODE_STAGES, exchange, (stage,))
-        return fit(None, optimizer, precision, num=2, callbacks=callbacks, raises=True).error
+        patch.setitem(stages.EXCHANGES, exchange, (stage, *others))
+        scope, options = exchange.split("_")[0], {"num": 2, "callbacks": callbacks, "raises": True}
+        options |= {"ranks_per_node": 1} if scope == "world" else {}
+        return fit(None, optimizer, precision, scope, **options).error
 
 
 def lars(module):
@@ -46,8 +48,9 @@ def lars(module):
         ("node_sum", 1, "16-true", lars, "add_up", []),
         ("node_gather", 2, "16-true", adamw, "gather_weights", []),
         ("node_collect", 1, "32-true", adamw, "collect_state", [at(on_train_epoch_end=save_nowhere)]),
+        ("world_gather", 1, "16-true", adamw, "gather_weights_across", []),
     ],
-    ids=["in the table of norms", "in the gather of weights", "in the gather of a checkpoint"],
+    ids=["in the table of norms", "in the gather of weights", "in the gather of a checkpoint", "behind a forward"],
 )
 def test_a_fault_is_the_same_named_error_on_all_ranks_soon(
     two_ranks, exchange, at_call, precision, optimizer, stage, callbacks

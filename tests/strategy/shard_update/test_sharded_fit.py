@@ -42,14 +42,16 @@ lamb = partial(layerwise, kind=LAMB, fused=True, options={"max_grad_norm": 0.5})
 lamb_lists = partial(layerwise, kind=LAMB, fused=False, options={"max_grad_norm": 0.5})
 
 
-def overflows_in(index):
-    return {"num": 5, "num_skipped": 2, "special": {"overflows": (1, 2), "overflow_in": index}}
+def overflows_in(index, first=1):
+    return {"num": 5, "num_skipped": 2, "special": {"overflows": (first, first + 1), "overflow_in": index}}
 
 
 ACCUMULATES = {"accumulate_grad_batches": 2}
 CLIPS = {"gradient_clip_val": 0.01}
 CLIPS_VALUES = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
 CHUNKS = {"chunk_numel": 1 << 12}  # of which every third takes the memory of the first again
+WORLD = {"shard_update": "world", "ranks_per_node": 2}
+ONE_ON_EACH_NODE = {"shard_update": "world", "ranks_per_node": 1}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,10 @@ CHUNKS = {"chunk_numel": 1 << 12}  # of which every third takes the memory of th
         (sgd, "16-true", 3, CHUNKS | {"ranks_per_node": 3}),
         (lamb, "32-true", 2, {}),
         (lars_lists, "bf16-true", 2, {}),
+        (sgd, "16-true", 2, ONE_ON_EACH_NODE | overflows_in(4)),
         *long(
+            (adamw, "32-true", 4, WORLD | CHUNKS),
+            (adamw, "16-true", 4, WORLD | {"between_nodes": Adasum()}),
             (lamb, "16-true", 2, overflows_in(5)),
             (adamw, "16-true", 2, CLIPS_VALUES),
             (sgd, "16-true", 4, CHUNKS | {"ranks_per_node": 4}),
@@ -115,8 +120,15 @@ def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
     [
         (lars, "16-true", 4, {"ranks_per_node": 2}),
         (lamb_lists, "32-true", 2, {}),
-        (lars, "16-true", 2, overflows_in(5)),  # the verdict travels with the norms
-        *long((lars, "16-true", 3, {}), (lamb, "bf16-true", 2, ACCUMULATES)),
+        # The verdict travels with the norms; where to go on after a first overflow, no rank knows alone.
+        (lars, "16-true", 2, overflows_in(5, first=0) | {"loss_scale": "dynamic"}),
+        (lars, "16-true", 4, WORLD | overflows_in(5)),
+        *long(
+            (lars, "16-true", 3, {}),
+            (lamb, "bf16-true", 2, ACCUMULATES),
+            (lamb, "16-true", 2, ONE_ON_EACH_NODE),
+            (adamw, "32-true", 4, WORLD | ACCUMULATES),
+        ),
     ],
 )
 def test_gradients_of_parts_alone_give_the_same_bits(rank_pool, optimizer, precision, num_ranks, scene):
@@ -141,34 +153,47 @@ def test_who_looks_at_gradients_finds_all_of_them(two_ranks, optimizer, scene):
     assert assert_same_and_count(two_ranks, optimizer, "16-true", **scene) == [0, 0]
 
 
-def scattered_in_another_order():
+def scattered_in_another_order(nodes, scope):
     """A bucket of halves: a gradient in another order than its parameter, one in the same, and one of a small one."""
-    engine, rank = engine_over(((0, 1),), CommPlan(algorithm="two_level")), dist.get_rank()
+    engine, rank = engine_over(nodes, CommPlan(algorithm="two_level"), shares_update=scope), dist.get_rank()
+    sharers = engine.topology.sharers(scope)
     parameters = [torch.zeros(4, 8, 4, 4).to(memory_format=torch.channels_last), torch.zeros(512), torch.zeros(7)]
     buffer = integers(rank, 1031, torch.float16)
     gradients = [flat.view(one.shape) for flat, one in zip(buffer.split([512, 512, 7]), parameters, strict=True)]
     has = {"buffer": buffer, "parameters": parameters, "gradients": gradients, "index": 3, "is_last": False}
     bucket = SimpleNamespace(**{name: lambda value=value: value for name, value in has.items()})
-    cut = SimpleNamespace(spans=[(0, 256), (256, 512)])
+    cut = SimpleNamespace(spans=[(begin, begin + 512 // len(sharers)) for begin in range(0, 512, 512 // len(sharers))])
     scatter = GradientScatter(engine, lambda one: cut if one.numel() > 7 else None, is_possible=True)
     scatter.turn(True)
     scatter(bucket).wait()
     engine.close()
-    return buffer
+    return buffer, sharers.index(rank)
 
 
-def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(two_ranks):
-    mean = sum_of_integers(2, 1031, torch.float16) / 2
-    for rank, found in enumerate(two_ranks.run(scattered_in_another_order)):
+@pytest.mark.parametrize(
+    ("nodes", "scope"),
+    [
+        (((0, 1),), "node"),
+        (((0, 1), (2, 3)), "world"),
+        (((0, 3), (1, 2)), "world"),
+        (((0,), (1,), (2,), (3,)), "world"),
+    ],
+)
+def test_a_gradient_in_another_order_than_its_parameter_and_a_small_one_are_averaged_whole(rank_pool, nodes, scope):
+    num_ranks = sum(map(len, nodes))
+    mean, numel = sum_of_integers(num_ranks, 1031, torch.float16) / num_ranks, 512 // num_ranks
+    for rank, (found, place) in enumerate(rank_pool.ranks(num_ranks).run(scattered_in_another_order, nodes, scope)):
         own = torch.ones(1031, dtype=torch.bool)
-        own[512 + 256 * (1 - rank) :][:256] = False
+        own[512:1024] = False
+        own[512 + numel * place :][:numel] = True
         assert torch.equal(found[own], mean[own])
-        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of the other are not
+        assert torch.equal(found[~own], integers(rank, 1031, torch.float16)[~own])  # and those of others are not
 
 
 def saved(ranks, path, precision, shard_update, *, resume=None, **options):
     file = path / f"{shard_update}4.ckpt"
-    scene = {"num": 2, "max_epochs": 2, "save_to": file, "ckpt_path": resume} | options
+    scene = {"num": 2, "max_epochs": 2, "save_to": file, "ckpt_path": resume, "ranks_per_node": 2} | options
+    scene |= {"ranks_per_node": 1} if shard_update == "world" else {}
     scene |= {"callbacks": [] if resume else [Saves(path / f"{shard_update}2.ckpt", epoch=0)]}
     seen = fit(ranks, adamw, precision, shard_update, **scene)
     found = torch.load(file, weights_only=True)
@@ -179,8 +204,14 @@ def saved(ranks, path, precision, shard_update, *, resume=None, **options):
 @pytest.mark.parametrize(
     ("precision", "first", "then"),
     [
-        ("16-true", "node", "node"),
-        *long(("16-true", "node", "off"), ("16-true", "off", "node"), ("32-true", "node", "off")),
+        ("16-true", "node", "world"),
+        *long(
+            ("16-true", "world", "node"),
+            ("32-true", "world", "off"),
+            ("16-true", "node", "off"),
+            ("16-true", "off", "node"),
+            ("32-true", "node", "off"),
+        ),
     ],
 )
 def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, then, tmp_path):
@@ -193,8 +224,8 @@ def test_a_run_goes_on_to_the_bit_shared_or_not(two_ranks, precision, first, the
 def test_on_cuda_a_shared_update_sends_no_more_bytes_than_two_level():
     """There `auto` is flat, which leaves no gather of gradients out: the weights' would come on top."""
     topology = Topology.from_ranks_per_node(rank=0, world_size=8, ranks_per_node=4)
-    fit = SimpleNamespace(device=torch.device("cuda", 0))
-    plan = ShardUpdateExtension().engine_options(fit, CommPlan())["plan"]
+    fit = SimpleNamespace(device=torch.device("cuda", 0), topology=topology)
+    plan = ShardUpdateExtension("node").engine_options(fit, CommPlan())["plan"]
     for numel in (2**12, 2**24):
         planned = plan.bucket(
             index=0, numel=numel, dtype="float16", num_bytes=2 * numel, topology=topology, on_cuda=True

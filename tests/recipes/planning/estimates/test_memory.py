@@ -1,13 +1,14 @@
 """Bytes of a rank against what was measured and published, and the order of what to try."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_hybrid.placement import BLOCK
 from recipes.networks.resnet import ResNet
-from recipes.planning.estimates.memory import USABLE_SHARE, MemoryNeed, StateBytes, memory_needs, shared_share
+from recipes.planning.estimates.memory import USABLE_SHARE, MemoryChoices, MemoryNeed, StateBytes, shared_share
 from tests.checkout import ROOT
 
 RECORD = ROOT / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
@@ -56,33 +57,68 @@ def test_a_shared_update_leaves_small_tensors_whole(optimizer, bytes_each):
     assert found[-1] > state.per_parameter(state_share=1 / 8) + 0.1
 
 
-def test_what_to_try_comes_in_order_and_each_needs_what_it_should():
-    numels = [100 * BLOCK]
-    needs = memory_needs(
-        HALF_LARS,
-        numels,
-        ranks_per_node=4,
-        world_size=8,
-        activation_bytes=1e9,
-        checkpointed_bytes=3e8,
-        largest_block=10**6,
-    )
-    shared, again = "strategy.shard_update=node", "model.checkpoint_activations=true"
-    assert [need.settings for need in needs] == [(), (shared,), (again,), (shared, again), ("strategy=fsdp2", again)]
-    total = sum(numels)
-    assert needs[0].total_bytes == pytest.approx(12.1 * total + 1e9)
-    assert needs[1].total_bytes == pytest.approx(6.1 * total + 1e9)
-    assert needs[2].total_bytes == pytest.approx(12.1 * total + 3e8)
-    assert needs[3].total_bytes == pytest.approx(6.1 * total + 3e8)
-    assert needs[4].total_bytes == pytest.approx((4 + 4 + 4) / 8 * total + 6e6 + 3e8)
+def choices(**more):
+    """A hundred blocks of parameters; 1 GB of activations for 8 images, of which 0.2 GB are no image's."""
+    known = {
+        "states": {
+            name: StateBytes.of(precision=name, optimizer="lars", copies_gradients=False)
+            for name in ("32-true", "16-true")
+        },
+        "activations": {
+            ("32-true", False): (3e8, 1e9),
+            ("32-true", True): (2e8, 3.4e8),
+            ("16-true", False): (2e8, 5.5e8),
+            ("16-true", True): (1e8, 2e8),
+        },
+        "batch_size": 8,
+        "numels": [100 * BLOCK],
+        "ranks_per_node": 4,
+        "world_size": 8,
+        "largest_block": 10**6,
+        "forward_s": 1.0,
+        "gather_s": 0.1,
+        "gather_all_s": 0.3,
+    }
+    return MemoryChoices(**{**known, **more})
+
+
+def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
+    total, found = 100 * BLOCK, {need.settings: need for need in choices().needs()}
+    assert len(found) == 2 * 4 * 3 * 2  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    node, again, all_ranks = "strategy.shard_update=node", "model.checkpoint_activations=true", "strategy=fsdp2"
+    expected = {
+        (): (12.1 * total + 1e9, 0.0),
+        ("precision=16-true",): (12.1 * total + 5.5e8, 0.0),
+        ("batch_size_per_rank=2",): (12.1 * total + 4e8, 0.0),
+        (node,): (9.1 * total + 1e9, 0.1),
+        (again,): (12.1 * total + 3.4e8, 1.0),
+        (all_ranks,): ((4 + 4 + 4) / 8 * total + 6e6 + 1e9, 0.3),
+        ("precision=16-true", "batch_size_per_rank=4", node, again): (6.1 * total + 1e8 * (1 + 3 / 7), 1.1),
+    }
+    for settings, (num_bytes, extra_s) in expected.items():
+        assert found[settings].total_bytes == pytest.approx(num_bytes)
+        assert found[settings].extra_s == pytest.approx(extra_s)
+
+
+def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_settings_are_the_smallest_list():
+    room = (12.1 * 100 * BLOCK + 6.5e8) / USABLE_SHARE
+    found = [need.settings[0] for need in choices().alone(room)]
+    # Neither of the first two takes time: half of 8 images save 4e8 bytes, half precision 4.5e8. Then a second saves
+    # 6.6e8, a tenth 4.9e6, three tenths 1.1e7.
+    first = ["precision=16-true", "batch_size_per_rank=4"]
+    assert found == [*first, "model.checkpoint_activations=true", "strategy.shard_update=node", "strategy=fsdp2"]
+    fitting = [need for need in choices().needs() if need.fits(room)]
+    assert [need.settings for need in fitting[:2]] == [("precision=16-true",), ("batch_size_per_rank=4",)]
+    assert [len(need.settings) for need in fitting] == sorted(len(need.settings) for need in fitting)
+    assert all(need.settings for need in fitting)
 
 
 def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
-    alone = {"activation_bytes": 1.0, "checkpointed_bytes": None, "largest_block": 1}
     for world_size, expected in ((1, [()]), (2, [(), ("strategy=fsdp2",)])):
-        needs = memory_needs(HALF_LARS, [10], ranks_per_node=1, world_size=world_size, **alone)
+        alone = choices(activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1)
+        needs = replace(alone, world_size=world_size).needs()
         assert [need.settings for need in needs] == expected
-    need = MemoryNeed(settings=(), state_bytes=60.0, activation_bytes=30.0, cost="")
+    need = MemoryNeed(settings=(), state_bytes=60.0, activation_bytes=30.0)
     assert need.fits(90 / USABLE_SHARE)
     assert not need.fits(89 / USABLE_SHARE)
 

@@ -1,0 +1,121 @@
+"""What fp16 does not hold is named with its remedy before a run, and the run is the same as without the report."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.callbacks import HalfPrecisionReport, half_precision_report
+from tests import scenes, toy
+from tests.scenes import same
+
+
+class Known(pl.LightningModule):
+    """Layers of 4: weights of 1e-9, an output of 1e5, a normalisation; gradients that need a loss scale."""
+
+    def __init__(self, factor=1e-7):
+        super().__init__()
+        self.small, self.large, self.norm = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.dropout, self.factor, self.num_calls = nn.Dropout(0.5), factor, 0
+        self.register_buffer("seen", torch.zeros(()))
+        nn.init.constant_(self.small.weight, 1e-9)
+        nn.init.constant_(self.large.bias, 1e5)
+
+    def training_step(self, batch, batch_idx):
+        self.num_calls += 1
+        self.seen += 1
+        hidden = self.norm(self.large(batch + self.small(batch)))
+        self.log("loss", hidden.mean())
+        return {"loss": self.factor * self.dropout(hidden).sum()}
+
+
+def batches():
+    return torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def found_in(module):
+    report = half_precision_report(module, batches())
+    return report, {(one.kind, one.name): one for one in report.tensors}
+
+
+def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
+    report, found = found_in(Known())
+    small, large = found["weight", "small.weight"], found["activation", "large (Linear)"]
+    assert (small.below_subnormal, small.above) == (1, 0)
+    assert "masters" in small.remedy
+    assert "weight_norm_bounds" in small.remedy
+    assert (large.below_subnormal, large.above) == (0, 1)
+    assert "normalisation" in large.remedy
+    assert "bf16-true" in large.remedy
+    assert found["weight", "large.bias"].above == 1
+    assert ("weight", "norm.weight") not in found  # it stays fp32
+    assert "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504: fp32 masters" in str(report)
+
+
+def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():
+    report, found = found_in(Known(factor=1e-7))
+    gradient = found["gradient", "dropout (Dropout)"]
+    assert (gradient.below_subnormal, gradient.below_normal) == (0, 1)  # 1e-7, below 6e-5
+    assert gradient.remedy == f"a loss scale: loss_scale='dynamic', or {report.loss_scale:g}"
+    assert report.loss_scale == 2**24
+    report, found = found_in(Known(factor=2.0**15))
+    assert report.loss_scale == 1
+    assert found["gradient", "dropout (Dropout)"].remedy == ""
+    _, found = found_in(Known(factor=1e5))
+    assert "bf16-true" in found["gradient", "dropout (Dropout)"].remedy
+
+
+def test_edges_are_those_of_fp16():
+    class Edges(Known):
+        def training_step(self, batch, batch_idx):
+            return self.small(batch).sum()
+
+    module, edges = Edges(), [2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 65504.0, 65536.0, float("inf"), 0.0]
+    module.small.weight = nn.Parameter(torch.tensor(edges)[:, None].expand(8, 4).contiguous())
+    weight = found_in(module)[1]["weight", "small.weight"]
+    assert (weight.below_subnormal, weight.below_normal, weight.above) == pytest.approx((1 / 7, 3 / 7, 2 / 7))
+    half = torch.tensor(edges).half()  # what fp16 makes of them
+    assert (half == 0).sum() == 2
+    assert half.isinf().sum() == 2
+
+
+def test_module_buffers_gradients_random_numbers_and_metrics_stay():
+    module = Known()
+    module.large.weight.grad = torch.ones(4, 4)
+    before, state = {name: one.clone() for name, one in module.state_dict().items()}, torch.get_rng_state()
+    half_precision_report(module, batches())
+    assert same(dict(module.state_dict()), before)
+    assert torch.equal(module.large.weight.grad, torch.ones(4, 4))
+    assert module.small.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.num_calls == 0
+    assert not any(one._forward_hooks or one._backward_hooks for one in module.modules())
+
+
+def test_a_fit_with_the_callback_is_the_fit_without_on_every_rank(two_ranks):
+    """Rank by rank: shuffled batches, dropout and BatchNorm as they were, in half precision too."""
+    plain, reported = (
+        scenes.fit(two_ranks, Drops, precision="16-true", callbacks=callbacks)
+        for callbacks in ([], [HalfPrecisionReport])
+    )
+    for one, other in zip(plain, reported, strict=True):
+        assert same(one.weights, other.weights)
+        assert one.losses == other.losses
+
+
+class Drops(toy.Toy):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)  # of dropout: the ranks of the pool have drawn before
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([nn.functional.dropout(batch[0], 0.1), *batch[1:]], batch_idx)
+
+
+def test_what_the_report_cannot_see_is_refused():
+    module = Known()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"`automatic_optimization` \(=False\) leaves the report"):
+        half_precision_report(module, batches())
+    with pytest.raises(ValueError, match=r"`parameters\(\)` \(=none\)"):
+        half_precision_report(pl.LightningModule(), batches())

@@ -1,0 +1,50 @@
+"""Weights that are still on their way when forward begins: whoever reads one finds what has arrived."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.strategy.shard_update.late_gather import LateGather, is_compiled
+
+
+class Brings:
+    """A future that writes a weight when it is waited for."""
+
+    def __init__(self, weight):
+        self.weight, self.is_done = weight, False
+
+    def wait(self):
+        self.is_done = True
+        self.weight.detach().fill_(0.5)
+
+
+READERS = {
+    "its module": lambda module, optimizer: module(torch.ones(1, 3)),
+    "a list of weights": lambda module, optimizer: torch._foreach_norm(list(module.parameters())),
+    "a state dict": lambda module, optimizer: module.state_dict(),
+    "a callback": lambda module, optimizer: optimizer.param_groups[0]["params"][0].data,
+    "another layer": lambda module, optimizer: nn.functional.linear(torch.ones(1, 3), weight=module.weight),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_who_reads_a_weight_waits_for_it(reader):
+    module, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer, late = torch.optim.SGD(module.parameters(), lr=0.1), LateGather(CommTrace())
+    futures = [Brings(module.weight), Brings(module.weight), Brings(other.weight)]
+    with late:
+        for future in futures:
+            late.add(future, [future.weight, future.weight])
+        READERS[reader](module, optimizer)
+        assert [future.is_done for future in futures] == [True, True, False]
+        late.wait()
+        assert futures[2].is_done
+
+
+def test_a_compiled_part_of_a_module_is_found():
+    module = nn.Sequential(nn.Linear(2, 2))
+    assert not is_compiled(module)
+    module[0].compile(backend="eager")
+    assert is_compiled(module)
+    assert is_compiled(nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")))
