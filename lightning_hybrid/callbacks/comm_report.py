@@ -24,10 +24,7 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
     """Return seconds per step and the achieved rate of the link; nothing where no time was measured.
 
-    Args:
-        comm: some steps.
-        elapsed_s: time of these steps in all.
-        link_bytes_per_s: rate of a node's link; None: not known.
+    `elapsed_s`: time of these steps in all; `link_bytes_per_s`: rate of a node's link, None: not known.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}

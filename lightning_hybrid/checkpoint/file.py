@@ -60,12 +60,6 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
 
     Raises:
         CheckpointWriteError: The disk is full, the directory read-only, ...
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
-    >>> write_checkpoint({"step": 1}, path); write_checkpoint({"step": 2}, path)
-    >>> torch.load(path), torch.load(previous_of(path)), check_whole(path)
-    ({'step': 2}, {'step': 1}, True)
     """
     # The old file has this second name until the new one is durable, so at no moment is there none.
     old = path.with_name(f".{path.name}.old")

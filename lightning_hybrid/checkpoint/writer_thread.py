@@ -11,10 +11,8 @@ class WriterThread:
     """A queue of jobs and a thread that does them one after the other; it ends where `wait` finds none.
 
     The process does not end before all jobs are done. The first error is stored until `take_error`; jobs that were put
-    with `needs_success` are left out after an error, until a job has succeeded again.
-
-    Args:
-        max_jobs: Jobs in progress or waiting; `wait_for_place` waits until there are fewer.
+    with `needs_success` are left out after an error, until a job has succeeded again. `wait_for_place` waits until
+    fewer than `max_jobs` are in progress or waiting.
 
     >>> done = []
     >>> writer = WriterThread(2)

@@ -166,11 +166,7 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
 
 
 def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:
-    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one.
-
-    >>> list(prefetch([torch.ones(1)], torch.device("cpu")))
-    [tensor([1.])]
-    """
+    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one."""
     if isinstance(loader, DevicePrefetcher):
         return loader
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

@@ -44,11 +44,6 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 
     Args:
         with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
-
-    >>> x = torch.full((1, 2048), 1.0, dtype=torch.float16)
-    >>> with Fp16MatmulEmulation():
-    ...     torch.nn.functional.linear(x, x)   # 2048 ones: exact in fp32, and 2048 is a fp16 number
-    tensor([[2048.]], dtype=torch.float16)
     """
 
     def __init__(self, *, with_products: bool = True) -> None:

@@ -35,12 +35,7 @@ def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bo
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host.
-
-    >>> cpu, weights = torch.device("cpu"), [torch.zeros(1)]
-    >>> [supports_device_skip(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
-    [True, False]
-    """
+    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host."""
     # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False
@@ -82,13 +77,7 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer.
-
-    >>> inner = SGD([torch.zeros(1)], lr=1.0)
-    >>> outer = SGD([torch.zeros(1)], lr=1.0); outer.base = inner
-    >>> optimizers_within(outer) == [outer, inner]
-    True
-    """
+    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer."""
     found = [optimizer]
     for one in found:
         found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
