@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.optimizer_protocol import DirectSteps, check_optimizer
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, raise_if_stuck
 
@@ -74,10 +73,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     def connect_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
-        check_optimizer(optimizer, self.precision)
-        self.optimizer_steps.of(optimizer)
-        step = partial(self._step_past_lightning, optimizer)
-        self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
+        self.connect(self._modules, [optimizer], [])
         # torch casts what it loads to the dtype of the parameters.
         optimizer.load_state_dict = partial(self._load_on_masters, optimizer)  # type: ignore[method-assign]
         if optimizer.state:  # made by its constructor, maybe of half-precision parameters
