@@ -33,7 +33,6 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
 """Bash's: the name of a command, then what Hydra answers for its keys."""
 
-
 PACKAGE = Path(__file__).resolve().parent
 
 

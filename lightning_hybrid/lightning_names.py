@@ -48,8 +48,7 @@ def lightning_error(name: str, *args: object) -> BaseException:
     """
     kinds = lightning_types(name)
     kind = kinds[0] if len(kinds) == 1 else type(name.rpartition(".")[2], kinds or (RuntimeError,), {})
-    error: BaseException = kind(*args)
-    return error
+    return kind(*args)
 
 
 def misconfiguration(message: str) -> BaseException:

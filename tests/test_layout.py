@@ -53,7 +53,7 @@ MAY_BE_LONGER = {
     "lightning_hybrid/optim/layerwise.py": 359,
     "lightning_hybrid/pipeline/microbatches.py": 331,
     "lightning_hybrid/pipeline/strategy.py": 330,
-    "lightning_hybrid/precision/master_weights.py": 366,
+    "lightning_hybrid/precision/master_weights.py": 345,
     "lightning_hybrid/precision/plugin.py": 387,
     "lightning_hybrid/strategy/hybrid_allreduce.py": 445,
     "lightning_hybrid/strategy/local_steps/extension.py": 328,

@@ -33,19 +33,15 @@ __all__ = [
 ]
 
 _PLACES = {
-    "HalfPrecisionReport": "lightning_hybrid.callbacks.fp16_range",
-    "half_precision_report": "lightning_hybrid.callbacks.fp16_range",
-    "MasterWeightAveraging": "lightning_hybrid.callbacks.ema",
-    "NonFiniteLossError": "lightning_hybrid.callbacks.numerics",
-    "NumericsMonitor": "lightning_hybrid.callbacks.numerics",
-    "RecalibrateBatchNorm": "lightning_hybrid.callbacks.recalibrate_bn",
-    "DataOrderError": "lightning_hybrid.callbacks.replica_check",
-    "ReplicaCheck": "lightning_hybrid.callbacks.replica_check",
-    "ReplicaDriftError": "lightning_hybrid.callbacks.replica_check",
-    "RunReport": "lightning_hybrid.callbacks.run_report.callback",
-    "StopOnSignal": "lightning_hybrid.callbacks.stop_on_signal",
-    "TimeToAccuracy": "lightning_hybrid.callbacks.time_to_accuracy",
-    "TrainingMetrics": "lightning_hybrid.callbacks.training_metrics",
+    "MasterWeightAveraging": "ema",
+    "RecalibrateBatchNorm": "recalibrate_bn",
+    "RunReport": "run_report.callback",
+    "StopOnSignal": "stop_on_signal",
+    "TimeToAccuracy": "time_to_accuracy",
+    "TrainingMetrics": "training_metrics",
+    **dict.fromkeys(("HalfPrecisionReport", "half_precision_report"), "fp16_range"),
+    **dict.fromkeys(("NonFiniteLossError", "NumericsMonitor"), "numerics"),
+    **dict.fromkeys(("DataOrderError", "ReplicaCheck", "ReplicaDriftError"), "replica_check"),
 }
 
 _moved = moved(
@@ -60,4 +56,4 @@ _moved = moved(
 
 def __getattr__(name: str) -> object:
     # Imported when it is first asked for: some commands use a module of this package, and no Lightning.
-    return getattr(import_module(_PLACES[name]), name) if name in _PLACES else _moved(name)
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name) if name in _PLACES else _moved(name)

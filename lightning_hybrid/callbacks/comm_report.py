@@ -24,10 +24,7 @@ def byte_metrics(comm: CommSummary) -> dict[str, float]:
 def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: float | None) -> dict[str, float]:
     """Return seconds per step and the achieved rate of the link; nothing where no time was measured.
 
-    Args:
-        comm: some steps.
-        elapsed_s: time of these steps in all.
-        link_bytes_per_s: rate of a node's link; None: not known.
+    `elapsed_s`: time of these steps in all; `link_bytes_per_s`: rate of a node's link, None: not known.
     """
     if not comm.num_steps or comm.busy_s is None or comm.exposed_s is None:
         return {}
@@ -48,18 +45,13 @@ def clock_metrics(comm: CommSummary, *, elapsed_s: float, link_bytes_per_s: floa
 
 def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, Any]:
     """Return the section of `summary.json` on all steps; None where a time was not measured, or with one node only."""
+    same = ("num_steps", "num_buckets", "num_bytes", "quantisation_nmse", "busy_s", "exposed_s", "achieved_bytes_per_s")
     return {
-        "num_steps": comm.num_steps,
-        "num_buckets": comm.num_buckets,
-        "num_bytes": comm.num_bytes,
+        **{name: getattr(comm, name) for name in same},
         "link_bytes": comm.bytes_across,
         "least_link_bytes": comm.least_bytes_across,
         "node_bytes": comm.bytes_inside,
-        "quantisation_nmse": comm.quantisation_nmse,
-        "busy_s": comm.busy_s,
-        "exposed_s": comm.exposed_s,
         "exposed_s_per_step": _mean(comm.exposed_s, comm.num_steps),
-        "achieved_bytes_per_s": comm.achieved_bytes_per_s,
         "link_bytes_per_s": link_bytes_per_s,
         "achieved_share": _share(comm.achieved_bytes_per_s, link_bytes_per_s),
         "per_bucket": [_bucket(bucket, link_bytes_per_s) for bucket in comm.buckets],
@@ -70,10 +62,9 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
     in_flight_s = _mean(bucket.in_flight_s, bucket.num_times)
     least = bucket.traffic.least_across
     achieved = least / in_flight_s if in_flight_s and least else None
+    same = ("index", "numel", "dtype", "num_bytes", "algorithm", "num_chunks", "num_times")
     return {
-        **{name: getattr(bucket, name) for name in ("index", "numel", "dtype", "num_bytes", "algorithm")},
-        "num_chunks": bucket.num_chunks,
-        "num_times": bucket.num_times,
+        **{name: getattr(bucket, name) for name in same},
         "link_bytes": bucket.traffic.across,
         "least_link_bytes": least,
         "node_bytes": bucket.traffic.inside,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,16 @@ MOST_PLACES = 5
 
 
 class LayerProbes:
-    """Hooks that measure the largest magnitude of each layer's output in one forward, without a wait of the host.
-
-    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> with torch.no_grad(): _ = net[2].weight.fill_(float("inf"))
-    >>> probes = LayerProbes(net)
-    >>> _ = net(torch.ones(1, 2))
-    >>> probes.remove()
-    >>> probes.first_not_finite()
-    '2 (Linear)'
-    """
+    """Hooks that measure the largest magnitude of each layer's output in one forward, without a wait of the host."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found: list[tuple[str, Tensor]] = []
         leaves = [(name, one) for name, one in module.named_modules() if name and not any(one.children())]
-        self._hooks = [one.register_forward_hook(self._note(f"{name} ({type(one).__name__})")) for name, one in leaves]
+        self._hooks = [one.register_forward_hook(partial(self._note, name)) for name, one in leaves]
 
-    def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
-                self._found.append((name, _largest(output)))
-
-        return hook
+    def _note(self, name: str, layer: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+            self._found.append((f"{name} ({type(layer).__name__})", _largest(output)))
 
     def remove(self) -> None:
         """Remove the hooks."""

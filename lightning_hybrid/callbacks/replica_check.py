@@ -96,7 +96,9 @@ class ReplicaCheck(Callback):
         assert self._fingerprint is not None
         status = run_status(trainer)
         group, (place, num_places) = status.replica_group or status.node_group, status.place_in_node
-        own, parts = ({name: self._fingerprint.of(one) for name, one in some} for some in _sorted_by_owner(trainer))
+        found = {name: self._fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
+        parts = {name: one for name, one in found.items() if name.startswith(PART)}  # of those of one local rank
+        own = {name: one for name, one in found.items() if name not in parts}  # of what all ranks have
         order = order_of(trainer.train_dataloader)
         # Names are part of the fingerprint: ranks with other tensors, or in another order, must not seem equal.
         words = "\n".join([*own, *(f"{name}: {value}" for name, value in order.items())])
@@ -110,8 +112,8 @@ class ReplicaCheck(Callback):
             of_places[place] = torch.stack([combined, ~combined])
             least = torch.cat([least, of_places.flatten()])
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        found = least.tolist()
-        if any(smallest != ~not_largest for smallest, not_largest in zip(found[::2], found[1::2], strict=True)):
+        both = least.tolist()
+        if any(smallest != ~not_largest for smallest, not_largest in zip(both[::2], both[1::2], strict=True)):
             raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before, group=group)
 
     def _explain(
@@ -148,12 +150,6 @@ class ReplicaCheck(Callback):
             f"{first_difference(values_of, hosts)}. Their gradients are of different weights, so the averages are of "
             f"no model at all. {cure}{numbers}"
         )
-
-
-def _sorted_by_owner(trainer: pl.Trainer) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    # What all ranks have, and what those of one local rank have.
-    found = list(tensors_of_replica(trainer))
-    return [one for one in found if not one[0].startswith(PART)], [one for one in found if one[0].startswith(PART)]
 
 
 def order_of(loaders: Any) -> dict[str, Any]:

@@ -94,10 +94,6 @@ class StopOnSignal(Callback):
         self._interrupted_s = None
         self._num_steps = 0
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the handlers: a signal now is obeyed before the first batch."""
-        self.on_train_start(trainer, pl_module)
-
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
         number = requeue_signal_of(trainer)
@@ -119,6 +115,8 @@ class StopOnSignal(Callback):
         if trainer.world_size > 1:
             loop: Any = trainer.fit_loop.epoch_loop
             loop._broadcast_sigterm_tensor = partial(self._before_batch, trainer)
+
+    on_sanity_check_start = on_train_start  # a signal now is obeyed before the first batch
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -153,7 +151,8 @@ class StopOnSignal(Callback):
         by = signal.Signals(asked % REQUEUE)
         code = 128 + (signal.SIGINT if by == signal.SIGINT else signal.SIGTERM)
         # If a rank that Lightning started ends with another code than 0, it kills rank zero, which may still write.
-        exception.code = 0 if _is_started_by_lightning(trainer) else code
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        exception.code = 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0 else code
         rank_zero_info(
             f"stopped by {'Ctrl-C' if by == signal.SIGINT else by.name} in epoch {trainer.current_epoch} after step "
             f"{trainer.global_step}; `fit(..., ckpt_path={str(path)!r})` goes on from there; exit code {code}"
@@ -213,11 +212,6 @@ def _forget_batches_of_a_whole_epoch(trainer: pl.Trainer) -> None:
     if epochs.ready == epochs.completed:
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             progress.reset_on_run()
-
-
-def _is_started_by_lightning(trainer: pl.Trainer) -> bool:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
 def _signal_of(name: str) -> signal.Signals:

@@ -179,8 +179,7 @@ def momentum_of(group: dict[str, Any]) -> float | None:
     >>> momentum_of({"momentum": 0.9}), momentum_of({"betas": (0.8, 0.999)}), momentum_of({})
     (0.9, 0.8, None)
     """
-    momentum: float | None = group.get("momentum", group.get("betas", (None,))[0])
-    return momentum
+    return group.get("momentum", group.get("betas", (None,))[0])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

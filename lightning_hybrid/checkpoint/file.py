@@ -18,7 +18,6 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251  what `torch.load` raises
 from typing import IO, Any, BinaryIO, cast
@@ -61,12 +60,6 @@ def write_checkpoint(checkpoint: Any, path: Path, *, keep_previous: bool = True)
 
     Raises:
         CheckpointWriteError: The disk is full, the directory read-only, ...
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "some.ckpt"
-    >>> write_checkpoint({"step": 1}, path); write_checkpoint({"step": 2}, path)
-    >>> torch.load(path), torch.load(previous_of(path)), check_whole(path)
-    ({'step': 2}, {'step': 1}, True)
     """
     # The old file has this second name until the new one is durable, so at no moment is there none.
     old = path.with_name(f".{path.name}.old")
@@ -227,9 +220,13 @@ def check_whole(path: Path) -> bool:
         raise DamagedCheckpointError(_damaged(path, "it is empty"))
     with path.open("rb") as file:
         comment = _end_of(file, num_bytes, _COMMENT_BYTES)
-        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none: refused.
+        # A file of stock Lightning has no checksum, and is accepted. One of ours that lost its end has none either, and
+        # does not end as torch's archives do: refused.
         if not comment.startswith(_MAGIC):
-            _refuse_torn(path, file, num_bytes)
+            end = _end_of(file, num_bytes, _ZIP_END_BYTES)
+            file.seek(0)
+            if file.read(4) == b"PK\x03\x04" and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
+                raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
             return False
         crc32, left = 0, num_bytes - _COMMENT_BYTES
         file.seek(0)
@@ -256,15 +253,6 @@ def mark_of(path: Path) -> str:
     return f"{path.name}, {num_bytes} bytes"
 
 
-def _refuse_torn(path: Path, file: BinaryIO, num_bytes: int) -> None:
-    """Raise unless an archive without our comment ends as torch's archives do: else a part of it is missing."""
-    file.seek(0)
-    is_zip = file.read(4) == b"PK\x03\x04"
-    end = _end_of(file, num_bytes, _ZIP_END_BYTES)
-    if is_zip and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
-        raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
-
-
 def _end_of(file: BinaryIO, num_bytes: int, length: int) -> bytes:
     file.seek(max(0, num_bytes - length))
     return file.read(length)
@@ -279,8 +267,7 @@ def _damaged(path: Path, reason: str) -> str:
 
 
 def _objects_in(path: Path) -> list[str]:
-    look: Callable[[str], list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     try:
-        return sorted(look(str(path)))
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
     except Exception:
         return []

@@ -49,12 +49,6 @@ class HostCopies:
         bytes of a block = bytes of its tensors, each rounded up to 64;  where a block is too small, an eighth more
 
     From CUDA the copies are enqueued after the step in progress: call `wait` before reading them.
-
-    >>> host = HostCopies()
-    >>> weights = torch.ones(2, 3)
-    >>> copy = host.take({"weights": weights, "tied": weights, "step": 1})
-    >>> weights.zero_().sum(), copy["weights"].sum(), copy["tied"] is copy["weights"], host.num_bytes
-    (tensor(0.), tensor(6.), True, 64)
     """
 
     def __init__(self) -> None:
@@ -84,7 +78,8 @@ class HostCopies:
         copies: dict[_Key, Tensor] = {}
         for is_locked in (False, True):
             copies |= self._copied({key: tensor for key, tensor in found.items() if tensor.is_cuda is is_locked})
-        self._events = [_event_on(device) for device in {each.device for each in found.values() if each.is_cuda}]
+        devices = {each.device for each in found.values() if each.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def copied(tensor: Tensor) -> Tensor:
             value = copies.get(_key_of(tensor)) if _has_place(tensor) else None
@@ -103,7 +98,8 @@ class HostCopies:
         """Copy tensors that are all on the CPU, or all on CUDA."""
         if not tensors:
             return {}
-        ends = list(itertools.accumulate(_room_for(tensor) for tensor in tensors.values()))
+        aligned = (-(-each.numel() * each.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in tensors.values())
+        ends = list(itertools.accumulate(aligned))
         block = self._block_of(ends[-1], is_locked=next(iter(tensors.values())).is_cuda)
         return {
             key: _copy_at(block, begin, tensor)
@@ -134,10 +130,6 @@ def _key_of(tensor: Tensor) -> _Key:
     return *of_memory, tensor.is_conj(), tensor.is_neg()
 
 
-def _room_for(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
 def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
     # `frombuffer` gives a storage of this part of the block alone: `torch.save` writes the whole storage of a tensor.
     target = torch.frombuffer(block.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=begin)
@@ -145,9 +137,3 @@ def _copy_at(block: Tensor, begin: int, tensor: Tensor) -> Tensor:
     target = target.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
     # A copy from CUDA to page-locked memory copies bytes: the flags of a conjugate or negative view would be lost.
     return target.copy_(tensor.detach().resolve_conj().resolve_neg(), non_blocking=tensor.is_cuda)
-
-
-def _event_on(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

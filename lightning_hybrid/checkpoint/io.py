@@ -77,7 +77,7 @@ class DurableCheckpointIOMixin(_Base):
         self.timeout_s = timeout_s
         self.keep_previous = keep_previous
         self.on_error = on_error
-        self._thread = WriterThread(max_jobs=max_in_memory, name="checkpoint writer")
+        self._thread = WriterThread(max_in_memory)
         self._copies: list[HostCopies] = []
         self._is_inspected = False
 
@@ -97,10 +97,11 @@ class DurableCheckpointIOMixin(_Base):
                 self._raise(error)
             return
         self._raise_earlier_error()  # a thread cannot raise into training: the next call does it
-        copies = self._free_copies()
-        copy = copies.take(checkpoint)
-        if not self._thread.put(partial(self._write_copy, copies, copy, Path(path)), limit_s=self.timeout_s):
+        if not self._thread.wait_for_place(limit_s=self.timeout_s):
             raise self._too_slow()
+        # Memory that no job reads, and taken out: no later save writes into what the thread still reads.
+        copies = self._copies.pop() if self._copies else HostCopies()
+        self._thread.put(partial(self._write_copy, copies, copies.take(checkpoint), Path(path)))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Load a whole checkpoint, after all pending ones are written.
@@ -116,8 +117,7 @@ class DurableCheckpointIOMixin(_Base):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not check_whole(Path(path)):
             rank_zero_info(f"{path} has no checksum: whether it is whole is not known beyond that it loads.")
-        checkpoint: dict[str, Any] = load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
-        return checkpoint
+        return load_unchecked(Path(path), map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, after all pending ones are written."""
@@ -125,8 +125,8 @@ class DurableCheckpointIOMixin(_Base):
             super().remove_checkpoint(path)
         elif self._thread.num_jobs:
             # Lightning removes the old checkpoint right after it saves the new one. In the queue behind that write, and
-            # only if it succeeded: else the old one is all there is.
-            self._thread.put(partial(remove_checkpoint, Path(path)), limit_s=self.timeout_s, needs_success=True)
+            # only if it succeeded: else the old one is all there is. It holds no memory, so it needs no place.
+            self._thread.put(partial(remove_checkpoint, Path(path)), needs_success=True)
         else:
             remove_checkpoint(Path(path))
 
@@ -158,13 +158,6 @@ class DurableCheckpointIOMixin(_Base):
             if not self._copies:  # one stays for the next checkpoint; a second was needed for two in a row
                 self._copies.append(copies)
 
-    def _free_copies(self) -> HostCopies:
-        """Return memory that no job reads; wait for a job to end if `max_in_memory` are not yet written."""
-        if not self._thread.wait_for_place(limit_s=self.timeout_s):
-            raise self._too_slow()
-        # Taken out, so that no later save writes into what the thread still reads.
-        return self._copies.pop() if self._copies else HostCopies()
-
     def _wait(self) -> None:
         if not self._thread.wait(limit_s=self.timeout_s):
             self._raise(self._too_slow())
@@ -183,7 +176,9 @@ class DurableCheckpointIOMixin(_Base):
             self._raise(error)
 
     def _raise(self, error: BaseException) -> None:
-        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or _would_hide_another(error)):
+        # In `teardown` after a failed step: the error of the step must be the one that the user sees.
+        would_hide_another = sys.exc_info()[1] not in (None, error)
+        if isinstance(error, CheckpointWriteError) and (self.on_error == "warn" or would_hide_another):
             rank_zero_warn(f"{error} The run goes on without a newer checkpoint.")
             return
         raise error
@@ -191,12 +186,6 @@ class DurableCheckpointIOMixin(_Base):
 
 def _is_local(path: Any) -> bool:
     return bool(lightning_function("fabric.utilities.cloud_io._is_local_file_protocol")(path))
-
-
-def _would_hide_another(error: BaseException) -> bool:
-    # In `teardown` after a failed step: the error of the step must be the one that the user sees.
-    other = sys.exc_info()[1]
-    return other is not None and other is not error
 
 
 def _warn_of_objects(path: Path) -> None:

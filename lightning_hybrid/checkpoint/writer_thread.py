@@ -11,49 +11,33 @@ class WriterThread:
     """A queue of jobs and a thread that does them one after the other; it ends where `wait` finds none.
 
     The process does not end before all jobs are done. The first error is stored until `take_error`; jobs that were put
-    with `needs_success` are left out after an error, until a job has succeeded again.
-
-    Args:
-        max_jobs: Jobs in progress or waiting; `put` waits while there are more.
-        name: Name of the thread.
+    with `needs_success` are left out after an error, until a job has succeeded again. `wait_for_place` waits until
+    fewer than `max_jobs` are in progress or waiting.
 
     >>> done = []
-    >>> writer = WriterThread(max_jobs=2, name="example")
-    >>> [writer.put(lambda number=number: done.append(number), limit_s=5) for number in range(4)]
-    [True, True, True, True]
+    >>> writer = WriterThread(2)
+    >>> for number in range(4):
+    ...     writer.put(lambda number=number: done.append(number))
     >>> writer.wait(limit_s=5), done
     (True, [0, 1, 2, 3])
     """
 
-    def __init__(self, *, max_jobs: int, name: str) -> None:
-        self.max_jobs, self.name = max_jobs, name
+    def __init__(self, max_jobs: int) -> None:
+        self.max_jobs = max_jobs
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
         self._error: BaseException | None = None
         self._has_failed = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # Strategies are pickled (spawn) before anything runs: there is no queue to take along, and a lock cannot be.
-        return {"max_jobs": self.max_jobs, "name": self.name}
+        return WriterThread, (self.max_jobs,)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    def put(self, job: Callable[[], None], *, limit_s: float, needs_success: bool = False) -> bool:
-        """Put a job into the queue; return False if there was no place for it until the time limit.
-
-        Args:
-            job: Called in the thread.
-            limit_s: How long to wait for a place.
-            needs_success: Leave the job out if the latest other one failed.
-        """
-        # A removal holds no memory, so it needs no place.
-        if not needs_success and not self.wait_for_place(limit_s=limit_s):
-            return False
+    def put(self, job: Callable[[], None], *, needs_success: bool = False) -> None:
+        """Put a job into the queue; with `needs_success` it is left out if the latest other one failed."""
         # Python waits for its thread at exit, so what was put is written.
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
         self._jobs.append(self._executor.submit(self._do, job, needs_success))
-        return True
 
     def wait_for_place(self, *, limit_s: float) -> bool:
         """Wait until the queue has a place; return False if it has none by then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -94,23 +94,20 @@ def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
-class _Random:
-    """The random numbers and autocast of a pass, for another one like it."""
-
-    def __init__(self, part: Any) -> None:
-        self.cpu = torch.get_rng_state()
-        self.devices, self.states = get_device_states(*tree_flatten(part)[0])
-        device = "cuda" if self.devices else "cpu"
-        self.autocast = torch.autocast(
-            device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
-        )
+def _random_as_now(part: Any) -> AbstractContextManager[None]:
+    """Return a context for another pass like the one that begins: its random numbers and autocast."""
+    of_cpu, (devices, states) = torch.get_rng_state(), get_device_states(*tree_flatten(part)[0])
+    device = "cuda" if devices else "cpu"
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        with torch.random.fork_rng(self.devices), self.autocast:
-            torch.set_rng_state(self.cpu)
-            set_device_states(self.devices, self.states)
+    def context() -> Iterator[None]:
+        with torch.random.fork_rng(devices), autocast:
+            torch.set_rng_state(of_cpu)
+            set_device_states(devices, states)
             yield
+
+    return context()
 
 
 class _Chunks(torch.autograd.Function):
@@ -119,7 +116,7 @@ class _Chunks(torch.autograd.Function):
         ctx.embed, ctx.parts, ctx.again, outputs = embed, parts, [], []
         ctx.save_for_backward(*weights)
         for part in parts:
-            ctx.again.append((_Random(part), second_pass(module)))
+            ctx.again.append((_random_as_now(part), second_pass(module)))
             outputs.append(_outputs(embed(part)))
         return _joined(outputs)
 
@@ -129,7 +126,7 @@ class _Chunks(torch.autograd.Function):
         sums = [TreeSum[Tensor](torch.add) for _ in weights]
         at = 0
         for part, (random, second) in zip(ctx.parts, ctx.again, strict=True):
-            with torch.enable_grad(), random.again(), second:
+            with torch.enable_grad(), random, second:
                 outputs = _outputs(ctx.embed(part))
             own = [grad[at : at + len(outputs[0])] for grad in grads]
             trained = [pair for pair in zip(outputs, own, strict=True) if pair[0].requires_grad]  # a teacher's are not

@@ -37,6 +37,8 @@ class DevicePrefetcher:
         compute_dtype: dtype of the images that `on_device` returns; None: as they are.
     """
 
+    _has_state = False
+
     def __init__(self, loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
         self._loader: Any = loader
         self._device = device
@@ -71,8 +73,8 @@ class DevicePrefetcher:
                 batch = next(batches)
             finally:
                 self._wait_s += perf_counter() - start_s
-            # Now: the loader may be one batch further by the time the consumer gets this one.
-            state = self._snapshot()
+            # Now, and not when a checkpoint is written: by then the loader may be one batch further than the consumer.
+            state = self._loader.state_dict() if self._has_state else None
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 moved = self._prepare(lightning_function(_MOVE)(batch, self._device))
                 if self._stream is not None:
@@ -88,9 +90,6 @@ class DevicePrefetcher:
         if dtype is None:
             return batch
         return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
-
-    def _snapshot(self) -> dict[str, Any] | None:
-        return None
 
     def _wait(self, batch: Any) -> None:
         if self._stream is None:
@@ -154,10 +153,7 @@ def _reads_ahead(loader: object) -> bool:
 class StatefulDevicePrefetcher(DevicePrefetcher):
     """A `DevicePrefetcher` over a loader with state: its own is that of the last batch that the consumer got."""
 
-    def _snapshot(self) -> dict[str, Any] | None:
-        # Not the state when a checkpoint is written: that of the batch fetched ahead, which a resumed run would skip.
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
+    _has_state = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that the consumer got."""
@@ -170,11 +166,7 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
 
 
 def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:
-    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one.
-
-    >>> list(prefetch([torch.ones(1)], torch.device("cpu")))
-    [tensor([1.])]
-    """
+    """Return the prefetcher that fits `loader`, or `loader` itself if it already is one."""
     if isinstance(loader, DevicePrefetcher):
         return loader
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

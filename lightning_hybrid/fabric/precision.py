@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
-from lightning_hybrid.precision.optimizer_protocol import DirectSteps, check_optimizer
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, raise_if_stuck
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from lightning_hybrid.precision.loss_scale import LossScale
 
 # Every so many steps of an optimizer the host asks the device whether all were skipped, as the Trainer does at its
 # logged steps: 50 is its default.
@@ -59,7 +54,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     ) -> None:
         super().__init__(precision, loss_scale=loss_scale, keep_fp32=keep_fp32)
         self._modules = nn.ModuleList()
-        self._averages: Callable[[Tensor], bool] = _is_averaged  # can be pickled, for `hybrid_allreduce_spawn`
+        # Whether the backward in progress averages a parameter's gradient. A strategy says; until then it is true of
+        # all, by what can be pickled for `hybrid_allreduce_spawn`.
+        self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
 
     # ---- setup -----------------------------------------------------------------------------------------------------
@@ -74,16 +71,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self._modules.append(module)
         return module
 
-    def connect_averaging(self, averages: Callable[[Tensor], bool]) -> None:
-        """Take what only a strategy knows: whether the backward in progress averages a parameter's gradient."""
-        self._averages = averages
-
     def connect_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
-        check_optimizer(optimizer, self.precision)
-        self.optimizer_steps.of(optimizer)
-        step = partial(self._step_past_lightning, optimizer)
-        self._direct_steps.append(DirectSteps(optimizer, step, lambda: self._step is None or self._step.is_running))
+        self.connect(self._modules, [optimizer], [])
         # torch casts what it loads to the dtype of the parameters.
         optimizer.load_state_dict = partial(self._load_on_masters, optimizer)  # type: ignore[method-assign]
         if optimizer.state:  # made by its constructor, maybe of half-precision parameters
@@ -103,7 +93,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Choose the scale of this backward; gradients that stayed are made ready for more to be added."""
         self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self._averages)
+        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self.averages)
         self._last_loss = tensor.detach()
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +108,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
                 parameters,
                 self._scale,
                 to_fp32=self.masters.gradient_fp32,
-                is_local=lambda parameter: not self._averages(parameter),
+                is_local=lambda parameter: not self.averages(parameter),
             )
         self._unscaled.put_back()
 
@@ -154,19 +144,3 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             vars(state.optimizer or self).pop("load_state_dict", None)
         self._modules = nn.ModuleList()
         super().teardown()
-
-
-def _is_averaged(parameter: Tensor) -> bool:
-    return True
-
-
-def averages_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
-    """Return whether a gradient is averaged now."""
-    # DDP's own flag: False under `no_backward_sync`.
-    wrapper = wrapper_of.get(id(parameter))
-    return wrapper is None or wrapper.require_backward_grad_sync
-
-
-def has_optimizer(state: dict[str, Any]) -> bool:
-    """Return whether a state holds an optimizer."""
-    return any(isinstance(value, Optimizer) for value in state.values())

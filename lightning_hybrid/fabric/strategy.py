@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -23,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
-from lightning_hybrid.fabric.precision import FabricMasterWeightMixin, averages_now, has_optimizer
+from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, with_masters
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
@@ -45,8 +43,13 @@ else:
 
 def _explaining(name: str) -> Any:
     def call(self: FabricHybridAllReduce, *args: Any, **kwargs: Any) -> Any:
-        with self._explained():
+        try:
             return getattr(super(FabricHybridAllReduce, self), name)(*args, **kwargs)
+        except RuntimeError as error:
+            watchdog = self._failures.watchdog
+            if watchdog is not None and is_of_a_collective(error):
+                error.args = (watchdog.explain(error),)
+            raise
 
     return call
 
@@ -180,7 +183,7 @@ class FabricHybridAllReduce(_Base):
         half = self._half
         if half is not None:
             half.follow_device(self.root_device)
-            half.connect_averaging(partial(averages_now, self._wrapper_of))
+            half.averages = partial(_is_averaged_now, self._wrapper_of)
         averaged, ignored = trained_parameters(module)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
         self._comm.find_plan(module)
@@ -239,7 +242,7 @@ class FabricHybridAllReduce(_Base):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
         half, state = self._half, self._loaders.with_states(state, self.global_rank)
-        if half is not None and has_optimizer(state) and (own := half.state_dict()):
+        if half is not None and _has_optimizer(state) and (own := half.state_dict()):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -247,7 +250,7 @@ class FabricHybridAllReduce(_Base):
         """Load as DDP, and the loss scales with the state of an optimizer."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         half = self._half
-        if half is not None and isinstance(state, dict) and has_optimizer(state):
+        if half is not None and isinstance(state, dict) and _has_optimizer(state):
             half.load_state_dict(remainder.pop(_key(half), {}))
         return remainder
 
@@ -257,16 +260,6 @@ class FabricHybridAllReduce(_Base):
     backward, barrier, broadcast, all_reduce, all_gather = (
         _explaining(name) for name in ("backward", "barrier", "broadcast", "all_reduce", "all_gather")
     )
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            watchdog = self._failures.watchdog
-            if watchdog is not None and is_of_a_collective(error):
-                error.args = (watchdog.explain(error),)
-            raise
 
     def _close_engines(self) -> None:
         # What ended this process, if the interpreter has shown an error: the others get to know.
@@ -292,3 +285,13 @@ class FabricHybridAllReduce(_Base):
 
 def _key(plugin: FabricMasterWeightMixin) -> str:
     return type(plugin).__qualname__  # as the Trainer's checkpoints have it
+
+
+def _is_averaged_now(wrapper_of: dict[int, DistributedDataParallel], parameter: Tensor) -> bool:
+    # DDP's own flag: False under `no_backward_sync`.
+    wrapper = wrapper_of.get(id(parameter))
+    return wrapper is None or wrapper.require_backward_grad_sync
+
+
+def _has_optimizer(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, Optimizer) for value in state.values())

@@ -26,8 +26,10 @@ class AverageOfMasters(AveragedModel):
         """Average the fp32 values."""
         # Half-precision ones are rounded, and torch takes no mix of both in one list.
         masters = masters_of(model)
-        average: Any = self if masters is None or masters.gather_ is None else _PartsOfAverage(self, masters, model)
-        AveragedModel.update_parameters(average, _Masters(model))
+        average: Any = self if masters is None or masters.gather_ is None else _parts_of(self, masters, model)
+        pairs = ((one, None if masters is None else masters.pair_of(one)) for one in model.parameters())
+        shown = (one if pair is None else pair.master for one, pair in pairs)
+        AveragedModel.update_parameters(average, _View(model, shown))
         if self.gathers_at_update:
             self.gather_(model)
 
@@ -52,8 +54,7 @@ def average_masters(callbacks: Iterable[object]) -> None:
 
 def masters_of(module: Any) -> MasterWeights | None:
     """Return the masters of a LightningModule, None where it has none."""
-    masters: MasterWeights | None = getattr(module.trainer.precision_plugin, "masters", None)
-    return masters
+    return getattr(module.trainer.precision_plugin, "masters", None)
 
 
 def write_master_(module: Any, tensor: Tensor, value: Tensor) -> None:
@@ -63,50 +64,37 @@ def write_master_(module: Any, tensor: Tensor, value: Tensor) -> None:
         pair.take_(value)
 
 
-class _Masters(nn.Module):
-    """A view of a module that shows the masters in place of its parameters, where there are some."""
+class _View(nn.Module):
+    """A view of a module, or of an averaged model, that shows other tensors in place of its parameters."""
 
     of: nn.Module
+    shown: list[Tensor]
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, of: nn.Module, shown: Iterable[Tensor], **attributes: Any) -> None:
         super().__init__()
-        object.__setattr__(self, "of", model)  # not a submodule
-
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        masters = masters_of(self.of)
-        pairs = ((one, None if masters is None else masters.pair_of(one)) for one in self.of.parameters())
-        return (one if pair is None else pair.master for one, pair in pairs)
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        return self.of.buffers()
-
-
-class _PartsOfAverage(nn.Module):
-    """A view of an averaged model that shows, of each parameter, what stands against the master that a rank has."""
-
-    of: AveragedModel
-
-    def __init__(self, of: AveragedModel, masters: MasterWeights, model: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "of", of)  # not a submodule
-        self._shown = []
-        for average, parameter in zip(of.module.parameters(), model.parameters(), strict=True):
-            pair = masters.pair_of(parameter)
-            shown = average if pair is None else pair.part_of(average)
-            assert shown.untyped_storage().data_ptr() == average.untyped_storage().data_ptr()  # it is written
-            self._shown.append(shown)
-        self.use_buffers, self.avg_fn, self.multi_avg_fn = of.use_buffers, of.avg_fn, of.multi_avg_fn
-        self.n_averaged: Any = of.n_averaged  # counted in place
+        vars(self).update(attributes, of=of, shown=list(shown))  # not submodules
 
     @property
     def module(self) -> nn.Module:
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return iter(self._shown)
+        return iter(self.shown)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        return self.of.module.buffers()
+        return self.of.buffers()
+
+
+def _parts_of(average: AveragedModel, masters: MasterWeights, model: nn.Module) -> _View:
+    # Of each parameter, what stands against the master that a rank has.
+    shown = []
+    for whole, parameter in zip(average.module.parameters(), model.parameters(), strict=True):
+        pair = masters.pair_of(parameter)
+        shown.append(whole if pair is None else pair.part_of(whole))
+        assert shown[-1].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()  # it is written
+    # `n_averaged` is counted in place.
+    settings = {name: getattr(average, name) for name in ("use_buffers", "avg_fn", "multi_avg_fn", "n_averaged")}
+    return _View(average.module, shown, **settings)
 
 
 def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:

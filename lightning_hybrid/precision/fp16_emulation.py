@@ -44,11 +44,6 @@ class Fp16MatmulEmulation(TorchFunctionMode):
 
     Args:
         with_products: whether matrix products are taken over; not for bfloat16, which CPUs have.
-
-    >>> x = torch.full((1, 2048), 1.0, dtype=torch.float16)
-    >>> with Fp16MatmulEmulation():
-    ...     torch.nn.functional.linear(x, x)   # 2048 ones: exact in fp32, and 2048 is a fp16 number
-    tensor([[2048.]], dtype=torch.float16)
     """
 
     def __init__(self, *, with_products: bool = True) -> None:
@@ -107,11 +102,7 @@ def _dtypes_of(arguments: Any) -> set[torch.dtype]:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows.
-
-    >>> _map_tensors(Tensor.neg, (torch.ones(1), [2, {"weight": torch.ones(1)}]))
-    (tensor([-1.]), [2, {'weight': tensor([-1.])}])
-    """
+    """Apply `function` to each tensor in plain containers, and in those that `torch.utils._pytree` knows."""
     # Most arguments are plain. The general walk takes longer than the arithmetic of a small layer.
     kind = type(value)
     if kind is tuple or kind is list:

@@ -8,14 +8,7 @@ _FLAGS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precisio
 
 
 class FullAccumulation:
-    """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision, its default.
-
-    >>> matmul, full = torch.backends.cuda.matmul, FullAccumulation()
-    >>> before, _ = matmul.allow_fp16_reduced_precision_reduction, full.begin()
-    >>> during, _ = matmul.allow_fp16_reduced_precision_reduction, full.end()
-    >>> during, matmul.allow_fp16_reduced_precision_reduction == before
-    (False, True)
-    """
+    """Switch of torch's flags that allow cuBLAS to add the parts of a split product in half precision, its default."""
 
     def __init__(self) -> None:
         self._forbidden: list[str] = []

@@ -258,12 +258,6 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
 
     Returns:
         1.0 if an element was inf or nan, else 0.0; 0-dim fp32.
-
-    >>> gradients = [torch.tensor([8.0, -2.0]), torch.tensor([float("nan")])]
-    >>> unscale_(gradients[:1], torch.tensor(4.0)), gradients[0]
-    (tensor(0.), tensor([ 2.0000, -0.5000]))
-    >>> unscale_(gradients, torch.tensor(4.0))
-    tensor(1.)
     """
     found_inf, inverse_scale = torch.zeros((), device=scale.device), scale.reciprocal()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights, copy_to_low_
 from lightning_hybrid.precision.optimizer_protocol import (
     parameters_of,
     prepare_to_skip_,
-    refuse_own_references,
     supports_device_skip,
     temporary_attributes,
 )
@@ -47,7 +47,11 @@ class MasterStep:
     def from_unscaled(
         self, optimizer: Optimizer, state: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
     ) -> None:
-        """Step with unscaled gradients; skip where `found_inf` is 1."""
+        """Step with unscaled gradients; skip where `found_inf` is 1.
+
+        Raises:
+            MisconfigurationException: the optimizer wrote the half-precision parameters.
+        """
         by_itself = found_inf is not None and supports_device_skip(optimizer, self._device)
         # An optimizer that cannot skip by itself makes the host wait for the device here, once per step.
         if found_inf is not None and not by_itself:
@@ -64,7 +68,11 @@ class MasterStep:
                 optimizer.step(**kwargs)
             # The masters stood in: an optimizer that wrote the half tensors has references of its own to them.
             if versions != [pair.low._version for pair in pairs]:
-                refuse_own_references(optimizer)
+                raise misconfiguration(
+                    f"`optimizer` (={type(optimizer).__name__}) must take its parameters from `param_groups` in "
+                    "`step`: it keeps references of its own to them, wrote the half-precision ones, and left the fp32 "
+                    "masters where they were. Use precision='32-true' or '16-mixed' with it."
+                )
             copy_to_low_(pairs)
 
     @contextmanager

@@ -77,12 +77,6 @@ class MasterPair:
             self._gradient = torch.empty_like(self.low.grad, dtype=torch.float32)
         return self._gradient.copy_(self.low.grad)
 
-    @property
-    def has_gradient_to_sum(self) -> bool:
-        """Whether the low tensor has a dense gradient in its own dtype."""
-        gradient = self.low.grad
-        return gradient is not None and gradient.dtype is self.low.dtype and gradient.layout is torch.strided
-
     @torch.no_grad()
     def return_sum(self) -> None:
         """Make the sum the low tensor's gradient, rounded once: the next backward adds its own to it."""
@@ -131,9 +125,10 @@ def sum_gradients_(pairs: Iterable[MasterPair]) -> None:
     # In half precision every addition would round, and of n batches each is about 1 / n of the sum: beyond 2048 of
     # them in fp16, or 256 in bf16, nothing would be left of one.
     block, numel = list[MasterPair](), 0
-    for pair in (pair for pair in pairs if pair.has_gradient_to_sum):
+    for pair in pairs:
         gradient = pair.low.grad
-        assert gradient is not None
+        if gradient is None or gradient.dtype is not pair.low.dtype or gradient.layout is not torch.strided:
+            continue
         if not gradient.is_cuda:
             pair._sum = pair.gradient_fp32() if pair._sum is None else pair._sum.add_(gradient)
             pair.low.grad = None
@@ -230,10 +225,6 @@ class MasterWeights:
             pair.master.data = pair.master.data.to(pair.low.device)
             track(pair.low, pair)
 
-    def sum_gradients(self) -> None:
-        """Move all gradients into fp32 sums."""
-        sum_gradients_(self.pairs.values())
-
     def return_sums(self) -> None:
         """Make the sums gradients again, see `MasterPair.return_sum`."""
         for pair in self.pairs.values():
@@ -307,15 +298,7 @@ def copy_to_low_(pairs: list[MasterPair]) -> None:
 
 
 def _is_rounded(low: Tensor, master: Tensor) -> bool:
-    """Return whether `low` holds the bits of `master` rounded to its dtype.
-
-    >>> master = torch.rand(3 * _BLOCK + 5)
-    >>> low = master.half()
-    >>> before = _is_rounded(low, master)
-    >>> low[-1] = 2.0
-    >>> before, _is_rounded(low, master)
-    (True, False)
-    """
+    """Return whether `low` holds the bits of `master` rounded to its dtype."""
     if low.numel() <= _BLOCK or not (low.is_contiguous() and master.is_contiguous()):
         return _same_bits(low, master.to(low.dtype))
     blocks = zip(low.view(-1).split(_BLOCK), master.view(-1).split(_BLOCK), strict=True)
@@ -323,11 +306,7 @@ def _is_rounded(low: Tensor, master: Tensor) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare the bits of two 16-bit tensors, four elements at a time: `torch.equal` takes them one by one.
-
-    >>> _same_bits(torch.ones(5).half(), torch.ones(5).half()), _same_bits(torch.ones(5).half(), torch.zeros(5).half())
-    (True, False)
-    """
+    """Compare the bits of two 16-bit tensors, four elements at a time: `torch.equal` takes them one by one."""
     if one.numel() % 4 or one.storage_offset() % 4 or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one.view(torch.int16), other.view(torch.int16))
     return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))

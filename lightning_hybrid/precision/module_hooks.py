@@ -26,7 +26,6 @@ class ModuleHooks:
         self.is_in_step = False
         self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.opened: list[tuple[nn.Module, ExitStack]] = []
-        self._link = _Link(self)
         self._handles: list[Any] = []
         self._shown: set[nn.Module] = set()
 
@@ -42,8 +41,8 @@ class ModuleHooks:
     def compute_in_fp32(self, module: nn.Module) -> None:
         """Let a normalisation layer compute in fp32 and return the compute dtype."""
         self._handles += [
-            module.register_forward_pre_hook(partial(_inputs_to_fp32, self._link), with_kwargs=True),
-            module.register_forward_hook(partial(_outputs_to_low, self._link)),
+            module.register_forward_pre_hook(_Hook(self._inputs_to_fp32), with_kwargs=True),
+            module.register_forward_hook(_Hook(self._outputs_to_low)),
         ]
 
     def show_masters(self, module: nn.Module) -> None:
@@ -51,8 +50,8 @@ class ModuleHooks:
         if module not in self._shown:
             self._shown.add(module)
             self._handles += [
-                module.register_state_dict_post_hook(partial(_give_masters, self._link)),
-                module.register_load_state_dict_pre_hook(partial(_take_masters, self._link)),
+                module.register_state_dict_post_hook(_Hook(self._give_masters)),
+                module.register_load_state_dict_pre_hook(_Hook(self._take_masters)),
             ]
 
     def compute_as_in_a_step(self, module: nn.Module) -> None:
@@ -60,8 +59,8 @@ class ModuleHooks:
         children = [child for child in module.children() if child.forward != nn.Module.forward]
         for child in (module, *children):
             self._handles += [
-                child.register_forward_pre_hook(partial(_enter_step, self._link), prepend=True),
-                child.register_forward_hook(partial(_leave_step, self._link), always_call=True),
+                child.register_forward_pre_hook(_Hook(self._enter_step), prepend=True),
+                child.register_forward_hook(_Hook(self._leave_step), always_call=True),
             ]
 
     def to_fp32(self, values: Any) -> Any:
@@ -75,69 +74,56 @@ class ModuleHooks:
         self._handles.clear()
         self._shown.clear()
 
+    def _inputs_to_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.to_fp32((args, kwargs)) if self.is_in_step else None
 
-class _Link:
-    # Hooks reach their conversion through this link. A copy or pickle leads nowhere: hooks of a copied module must not
-    # reach the masters of the original.
+    def _outputs_to_low(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_in_step:
+            return None
+        return tree_map_only(Tensor, lambda t: t.to(self.dtype) if t.dtype is torch.float32 else t, output)
 
-    def __init__(self, hooks: ModuleHooks | None = None) -> None:
-        self.hooks = hooks
+    def _give_masters(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            pair = None if parameter is None else self.pair_of(parameter)
+            # With `keep_vars=True` the parameter is itself there.
+            if pair is not None and state.get(prefix + name, parameter) is not parameter:
+                pair.absorb_outside_writes_()
+                state[prefix + name] = pair.whole()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
-        return _Link()
+    @torch.no_grad()
+    def _take_masters(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module._parameters.items():
+            pair = None if parameter is None else self.pair_of(parameter)
+            value = state.get(prefix + name)
+            if pair is not None and isinstance(value, Tensor) and value.shape == pair.low.shape:
+                pair.absorb_outside_writes_()
+                pair.load_(value)
+
+    def _enter_step(self, module: nn.Module, args: Any) -> None:
+        if self.is_in_step:
+            return
+        # User code calls the module or a child of it, to sample or to evaluate. A hook cannot wrap the call, so the
+        # context is entered here and left in the forward hook; `always_call` runs that one after an error too.
+        stack = ExitStack()
+        stack.enter_context(self.step_context())
+        self.opened.append((module, stack))
+
+    def _leave_step(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.opened or self.opened[-1][0] is not module:
+            return None
+        self.opened.pop()[1].close()
+        return self.to_fp32(output)
+
+
+class _Hook(partial[Any]):
+    # A copy or pickle does nothing: hooks of a copied module must not reach the masters of the original.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(_do_nothing)
 
     def __reduce__(self) -> Any:
-        return _Link, ()
+        return _Hook, (_do_nothing,)
 
 
-def _inputs_to_fp32(link: _Link, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if link.hooks is None or not link.hooks.is_in_step:
-        return None
-    return link.hooks.to_fp32((args, kwargs))
-
-
-def _outputs_to_low(link: _Link, module: nn.Module, args: Any, output: Any) -> Any:
-    if link.hooks is None or not link.hooks.is_in_step:
-        return None
-    low = link.hooks.dtype
-    return tree_map_only(Tensor, lambda t: t.to(low) if t.dtype is torch.float32 else t, output)
-
-
-def _give_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    if link.hooks is None:
-        return
-    for name, parameter in module._parameters.items():
-        pair = None if parameter is None else link.hooks.pair_of(parameter)
-        # With `keep_vars=True` the parameter is itself there.
-        if pair is not None and state.get(prefix + name, parameter) is not parameter:
-            pair.absorb_outside_writes_()
-            state[prefix + name] = pair.whole()
-
-
-@torch.no_grad()
-def _take_masters(link: _Link, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if link.hooks is None:
-        return
-    for name, parameter in module._parameters.items():
-        pair = None if parameter is None else link.hooks.pair_of(parameter)
-        value = state.get(prefix + name)
-        if pair is not None and isinstance(value, Tensor) and value.shape == pair.low.shape:
-            pair.absorb_outside_writes_()
-            pair.load_(value)
-
-
-def _enter_step(link: _Link, module: nn.Module, args: Any) -> None:
-    if link.hooks is None or link.hooks.is_in_step:
-        return
-    # User code calls the module or a child of it, to sample or to evaluate. A hook cannot wrap the call, so the context
-    # is entered here and left in the forward hook; `always_call` runs that one after an error too.
-    stack = ExitStack()
-    stack.enter_context(link.hooks.step_context())
-    link.hooks.opened.append((module, stack))
-
-
-def _leave_step(link: _Link, module: nn.Module, args: Any, output: Any) -> Any:
-    if link.hooks is None or not link.hooks.opened or link.hooks.opened[-1][0] is not module:
-        return None
-    link.hooks.opened.pop()[1].close()
-    return link.hooks.to_fp32(output)
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass

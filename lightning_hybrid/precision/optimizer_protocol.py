@@ -35,12 +35,7 @@ def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bo
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host.
-
-    >>> cpu, weights = torch.device("cpu"), [torch.zeros(1)]
-    >>> [supports_device_skip(SGD(weights, lr=1.0, fused=fused), cpu) for fused in (True, False)]
-    [True, False]
-    """
+    """Return whether `step` can leave everything as it is where `optimizer.found_inf` is 1, without asking the host."""
     # Only the first step of torch's fused SGD leaves dampening out, and where that is skipped no later one does.
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False
@@ -64,10 +59,12 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`."""
     # They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
     trainer: Any = model.trainer
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    of_steps = (hook for name in names for hook in getattr(optimizer, name, {}).values())
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
     return (
         bool(trainer.gradient_clip_val)
-        or _has_step_hooks(optimizer)
+        or any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in of_steps)
         or any(
             is_overridden(hook, model, "pytorch.LightningModule") for hook in (*hooks, "configure_gradient_clipping")
         )
@@ -79,20 +76,8 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     )
 
 
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = (hook for name in names for hook in getattr(optimizer, name, {}).values())
-    return any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in hooks)
-
-
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
-    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer.
-
-    >>> inner = SGD([torch.zeros(1)], lr=1.0)
-    >>> outer = SGD([torch.zeros(1)], lr=1.0); outer.base = inner
-    >>> optimizers_within(outer) == [outer, inner]
-    True
-    """
+    """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer."""
     found = [optimizer]
     for one in found:
         found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
@@ -159,19 +144,6 @@ def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[No
         for name in attributes:
             delattr(optimizer, name)
         vars(optimizer).update(before)
-
-
-def refuse_own_references(optimizer: Optimizer) -> None:
-    """End a run whose optimizer wrote the half-precision parameters while the masters were in its groups.
-
-    Raises:
-        MisconfigurationException: always, with the cure.
-    """
-    raise misconfiguration(
-        f"`optimizer` (={type(optimizer).__name__}) must take its parameters from `param_groups` in `step`: it keeps "
-        "references of its own to them, wrote the half-precision ones, and left the fp32 masters where they were. Use "
-        "precision='32-true' or '16-mixed' with it."
-    )
 
 
 def check_optimizer(optimizer: Optimizer, precision: str) -> None:

@@ -19,7 +19,7 @@ from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.master_step import MasterStep
-from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.master_weights import MasterWeights, sum_gradients_
 from lightning_hybrid.precision.optimizer_protocol import (
     DirectSteps,
     check_optimizer,
@@ -248,7 +248,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
                 self._unscaled.unscale(parameters, self._scale, to_fp32=to_fp32, is_local=lambda _: is_local)
             self._unscaled.put_back()
         elif is_local:
-            self.masters.sum_gradients()
+            sum_gradients_(self.masters.pairs.values())
         return loss
 
     # ---- optimizer step --------------------------------------------------------------------------------------------

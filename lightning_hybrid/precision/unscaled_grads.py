@@ -32,15 +32,7 @@ class Unscaled:
 
 
 class UnscaledGradients:
-    """All fp32 gradients in `p.grad` that were divided by a loss scale.
-
-    >>> unscaled, parameter = UnscaledGradients(), torch.nn.Parameter(torch.zeros(1))
-    >>> parameter.grad = torch.tensor([2.0])
-    >>> unscaled.unscale([parameter], torch.tensor(8.0)); parameter.grad, unscaled.found_inf([parameter])
-    (tensor([0.2500]), tensor(0.))
-    >>> unscaled.prepare_for_backward(torch.tensor(4.0)); parameter.grad, unscaled.of(parameter)
-    (tensor([1.]), None)
-    """
+    """All fp32 gradients in `p.grad` that were divided by a loss scale."""
 
     def __init__(self) -> None:
         self._held: dict[int, Unscaled] = {}

@@ -31,8 +31,7 @@ class TrackedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """What `torch.Tensor.data` is; noted, for the memory behind it can now be written unseen."""
         self.is_data_known = True
-        value: Tensor = _DATA.__get__(self)
-        return value
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -50,8 +49,7 @@ class TrackedParameter(nn.Parameter):
         if id(self) not in memo:
             exact = self.value.exact().clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(exact, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.value.exact(), self.requires_grad).__reduce_ex__(protocol)
@@ -74,17 +72,7 @@ def mark_clean(parameter: Tensor) -> None:
 
 
 def is_untouched(parameter: Tensor) -> bool:
-    """Return whether no write can have happened since `mark_clean`. Always False for what is not tracked.
-
-    >>> weight = nn.Parameter(torch.ones(2)); track(weight, None); mark_clean(weight)
-    >>> is_untouched(weight)
-    True
-    >>> with torch.no_grad(): _ = weight[0].mul_(2.0)
-    >>> before = is_untouched(weight)
-    >>> mark_clean(weight); _ = weight.data
-    >>> before, is_untouched(weight)
-    (False, False)
-    """
+    """Return whether no write can have happened since `mark_clean`. Always False for what is not tracked."""
     return (
         type(parameter) is TrackedParameter
         and not parameter.is_data_known

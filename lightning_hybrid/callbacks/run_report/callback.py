@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_hybrid.atomic_file import atomic_path
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.callbacks.run_report.curve import Curve
+from lightning_hybrid.callbacks.run_report.curve import Point, append_
 from lightning_hybrid.callbacks.run_report.environment import environment
 from lightning_hybrid.callbacks.time_to_accuracy import TimeToAccuracy
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
@@ -52,7 +55,7 @@ class RunReport(Callback):
         self.config: dict[str, Any] | None = None
         self.overrides: list[str] | None = None
         self.code_dir: Path | None = None
-        self.curves: dict[str, Curve] = {}
+        self.curves = defaultdict[str, list[Point]](list)
         self._before_s = 0.0  # of fits that are over
         self._began_s: float | None = None  # the one that runs
         self._last_step = 0
@@ -65,14 +68,16 @@ class RunReport(Callback):
         comm = self.communication()
         return {
             "elapsed_s": self.elapsed_s,
-            "curves": {name: curve.tensor() for name, curve in self.curves.items()},
+            "curves": {name: torch.from_numpy(np.array(curve, np.float64)) for name, curve in self.curves.items()},
             "communication": None if comm is None else comm.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the curves and sums of the interrupted run; an older checkpoint may lack some."""
         self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
-        self.curves = {name: Curve(points) for name, points in state_dict["curves"].items()}
+        self.curves.clear()
+        for name, points in state_dict["curves"].items():
+            self.curves[name] = [(int(step), value) for step, value in points.tolist()]
         comm = state_dict.get("communication")
         self._communication_before = None if comm is None else CommSummary.from_state_dict(comm)
         self._trace = None
@@ -138,16 +143,11 @@ class RunReport(Callback):
             return
         for name, value in trainer.callback_metrics.items():
             if m.metric_of(name) is not None and name.startswith(groups):
-                self._curve(name).append(trainer.global_step, float(value))
-        times = self._curve(m.ELAPSED_S)
+                append_(self.curves[name], trainer.global_step, float(value))
+        times = self.curves[m.ELAPSED_S]
         # Training and validation may record at one step: its time is recorded once.
         if not times or times[-1][0] != trainer.global_step:
-            times.append(trainer.global_step, self.elapsed_s)
-
-    def _curve(self, name: str) -> Curve:
-        if name not in self.curves:
-            self.curves[name] = Curve()
-        return self.curves[name]
+            append_(times, trainer.global_step, self.elapsed_s)
 
     def last(self, name: str) -> float | None:
         """Return the last value of a metric; None if there was none."""
@@ -184,7 +184,7 @@ class RunReport(Callback):
         return exposed_s / sum(weights.values()) if weights else None
 
     def _folder(self, trainer: pl.Trainer) -> Path:
-        return Path(self.run_dir or trainer.default_root_dir)
+        return Path(self.run_dir or trainer.default_root_dir).resolve()
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return what `summary.json` holds."""
@@ -203,7 +203,7 @@ class RunReport(Callback):
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
             "strategy": type(trainer.strategy).__name__,
-            "run_dir": str(self._folder(trainer).resolve()),
+            "run_dir": str(self._folder(trainer)),
             "environment": environment(self.code_dir),
             "overrides": self.overrides,
             "config": dict(hparams) if self.config is None else self.config,
@@ -215,7 +215,7 @@ class RunReport(Callback):
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         ranks = f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")
         skipped, exposed_share = status.num_skipped_steps if status.loss_scales else None, self.exposed_share()
-        folder = self._folder(trainer).resolve()
+        folder = self._folder(trainer)
         weights = "the last weights" if self._tested is None else _within(folder, self._tested)
         validation = self._validation(trainer, folder)
         comm = comm_report.describe(
@@ -239,7 +239,7 @@ class RunReport(Callback):
 
     def table(self, trainer: pl.Trainer) -> str:
         """Return the result of a run in a few lines of text."""
-        folder = self._folder(trainer).resolve()
+        folder = self._folder(trainer)
         rows = {name: words for name, (_, words) in self.findings(trainer).items()}
         rows["run directory"] = str(folder)
         rows["report"] = "not written (fast_dev_run)" if _is_dry(trainer) else str(folder / "run.html")
@@ -266,7 +266,7 @@ class RunReport(Callback):
         panels = run_page.panels_of(self.curves, self.communication())
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",
-            "curves.json": json.dumps({name: list(curve) for name, curve in self.curves.items()}).encode() + b"\n",
+            "curves.json": json.dumps(self.curves).encode() + b"\n",
             **({"run.png": figure.png_of(figure.figure_of(panels, columns=3))} if panels else {}),
             "run.html": run_page.html_of(summary, panels, self.findings(trainer)).encode(),
         }
