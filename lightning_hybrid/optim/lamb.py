@@ -9,11 +9,16 @@ from torch import Tensor
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
-from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import is_together, lr_of
+from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, is_together, lr_of
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
-from lightning_hybrid.optim.sharded_norms import ShardedVector
-from lightning_hybrid.optim.trust_ratio import bounded, combined_norms, require_bounds, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import (
+    ShardedVector,
+    bounded,
+    combined_norms,
+    require_bounds,
+    tensor_norms,
+    trust_ratio,
+)
 from lightning_hybrid.placement import Part
 
 

@@ -13,9 +13,15 @@ from torch.optim import Optimizer
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dtensors, local_shards
 from lightning_hybrid.optim.fused.step import FusedStep
-from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
-from lightning_hybrid.optim.gradients import dense_gradients, is_together, param_name, state_dtype
-from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
+from lightning_hybrid.optim.gradients import (
+    GradScaling,
+    any_not_finite,
+    dense_gradients,
+    is_together,
+    param_name,
+    state_dtype,
+)
+from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks
 from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
