@@ -46,12 +46,7 @@ class GradScaling:
         return tensors if self.found_inf is None else copied(tensors)
 
     def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
-        """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays.
-
-        >>> weights, spoilt = [torch.tensor([1.0, -0.0])], [torch.tensor([float("inf"), float("nan")])]
-        >>> GradScaling(found_inf=torch.tensor(1.0)).commit_(weights, spoilt); weights
-        [tensor([1., -0.])]
-        """
+        """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays."""
         if self.found_inf is None:
             if tensors is not news:
                 torch._foreach_copy_(tensors, news)
@@ -66,11 +61,7 @@ UNSCALED = GradScaling()
 
 
 def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1.0 if an element of `tensors` is inf or nan, else 0.0: 0-dim float32, on the device of all of them.
-
-    >>> any_not_finite([torch.ones(2)]), any_not_finite([torch.ones(2), torch.tensor([float("nan")])])
-    (tensor(0.), tensor(1.))
-    """
+    """Return 1.0 if an element of `tensors` is inf or nan, else 0.0: 0-dim float32, on the device of all of them."""
     extremes: list[Tensor]
     if tensors[0].device.type == "cpu":
         # One pass: torch's norm by inf takes 20 times as long there. nan survives both minimum and maximum.
@@ -84,11 +75,7 @@ def any_not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32.
-
-    >>> state_dtype(torch.bfloat16), state_dtype(torch.float64)
-    (torch.float32, torch.float64)
-    """
+    """Return the dtype of optimizer state and arithmetic for a parameter of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

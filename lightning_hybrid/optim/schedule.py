@@ -57,20 +57,6 @@ class WarmupPolynomialDecay(LRScheduler):
 
     Raises:
         ValueError: An argument breaks its rule; a group has a smaller base than `end_lr`.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=16.0)
-    >>> schedule = WarmupPolynomialDecay(optimizer, total_steps=6, warmup_steps=2, end_lr=0.0)
-    >>> for _ in range(6):
-    ...     print(schedule.get_last_lr())
-    ...     optimizer.step()
-    ...     schedule.step()
-    [0.0]
-    [8.0]
-    [16.0]
-    [9.0]
-    [4.0]
-    [1.0]
     """
 
     def __init__(

@@ -60,14 +60,6 @@ def require_bounds(bounds: Any) -> None:
         )
 
 
-def bounded(weight_norms: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """Return phi(|w|) = min(max(|w|, low), high), in fp32 as the norms; without bounds the norms.
-
-    Source: You et al. 2019 (arXiv:1904.00962).
-    """
-    return weight_norms if bounds is None else weight_norms.clamp(*bounds)
-
-
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the Euclidean norms of several tensors on one device, as one 1-D tensor that stays on that device.
 
@@ -121,11 +113,7 @@ def numel_in_rows(numel: int, dtype: torch.dtype) -> int:
 
 
 def combined_norms(parts: list[Tensor]) -> Tensor:
-    """Combine the norms of the parts of tensors into the norms of the tensors.
-
-    >>> combined_norms([torch.tensor([3.0, 1.0]), torch.tensor([4.0, 0.0])])
-    tensor([5., 1.])
-    """
+    """Combine the norms of the parts of tensors into the norms of the tensors."""
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
