@@ -38,7 +38,8 @@ def clip_by_norm_over_ranks(
     parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = iter(torch._foreach_norm(gradients) if gradients else ())
-    both = torch.zeros(2, len(parameters), dtype=torch.float32, device=device)
+    is_double = any(parameter.dtype is torch.float64 for parameter in parameters)  # on all ranks then
+    both = torch.zeros(2, len(parameters), dtype=torch.float64 if is_double else torch.float32, device=device)
     norms, has = both.unbind()
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -47,7 +48,7 @@ def clip_by_norm_over_ranks(
         is_slice = torch.tensor([id(parameter) in slices for parameter in parameters], device=device)
         squares = norms.double().square().where(is_slice, 0)
         dist.all_reduce(squares, group=slice_group)
-        norms.copy_(norms.where(~is_slice, squares.sqrt().float()))
+        norms.copy_(squares.sqrt().where(is_slice, norms.double()))
     if stage_group is not None:
         both[:, [id(parameter) in counted_elsewhere for parameter in parameters]] = 0
         dist.all_reduce(both, group=stage_group)

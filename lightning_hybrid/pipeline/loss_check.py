@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -120,19 +121,29 @@ def in_stages(
     places: Sequence[int],
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Iterator[None]:
-    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: its first."""
-    number = 0  # of the next block
+    """Let the blocks of a stage, where the whole network runs, draw inside of `draws(stage)`. `places`: its first.
+
+    A `forward` of its own may call the layers of a block and not the block: the first that one stage alone has counts.
+    """
+    number, reached = 0, -1  # of the next block; stage
+    homes: dict[nn.Module, set[int]] = {}
+    for index, block in enumerate(blocks):
+        for each in block.modules():
+            homes.setdefault(each, set()).add(bisect_right(places, index) - 1)
     with ExitStack() as handles, ExitStack() as current:
 
-        def before_block(block: nn.Module, *_: Any) -> None:
-            nonlocal number
-            if number < len(blocks) and block is blocks[number]:
-                if number in places:
-                    current.close()
-                    current.enter_context(draws(places.index(number)))
+        def before(layer: nn.Module, *_: Any) -> None:
+            nonlocal number, reached
+            stages = homes[layer]
+            if number < len(blocks) and layer is blocks[number]:
+                stages = {bisect_right(places, number) - 1}
                 number += 1
+            if len(stages) == 1 and max(stages) > reached:
+                (reached,) = stages
+                current.close()
+                current.enter_context(draws(reached))
 
-        for block in set(blocks):
-            handles.callback(block.register_forward_pre_hook(before_block, prepend=True).remove)
+        for layer in homes:
+            handles.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
         handles.callback(net.register_forward_hook(lambda *_: current.close(), prepend=True).remove)
         yield

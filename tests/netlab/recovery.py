@@ -145,7 +145,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             note(event="checkpoint")
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            counts = {name: float(trainer.callback_metrics[name]) for name in ("images", "all_images", "seen")}
+            logged = trainer.callback_metrics
+            counts = {name: float(logged[name]) for name in ("images", "all_images", "seen") if name in logged}
             note(event="epoch", epoch=trainer.current_epoch, **counts)
 
     class Rows(Logger):

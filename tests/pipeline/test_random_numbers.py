@@ -30,6 +30,28 @@ class Wild(toy.Toy):
         self.net = nn.Sequential(*(Noisy() for _ in range(4)))
 
 
+class CallsLayers(nn.Module):
+    """A `forward` that calls the layers of its blocks, and not the blocks; one dropout for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(toy.NUM_FEATURES, toy.NUM_FEATURES) for _ in range(2))
+        self.head, self.dropout = nn.Linear(toy.NUM_FEATURES, toy.NUM_CLASSES), nn.Dropout()
+
+    def pipeline_blocks(self):
+        return [*(nn.Sequential(layer, self.dropout) for layer in (self.first, self.second)), self.head]
+
+    def forward(self, x):
+        return self.head(self.dropout(self.second(self.dropout(self.first(x)))))
+
+
+class WithDropout(toy.Toy):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = CallsLayers()
+
+
 def drawn(trainer, module):
     return [block.seen for block in module.net], torch.get_rng_state()
 
@@ -60,3 +82,8 @@ def test_each_stage_draws_its_own_and_again_the_same(two_ranks, tmp_path):
     kept, resumed = fit_wild(two_ranks, checkpoint_activations=True), fit_wild(two_ranks, ckpt_path=path)
     for found in (kept, resumed):
         assert all(same(one.weights, other.weights) for one, other in zip(found, whole, strict=True))
+
+
+def test_the_whole_network_draws_as_its_stages_where_forward_calls_the_layers_of_blocks(two_ranks):
+    scene = in_stages(data=toy.Blobs(32), batch_size=16, num_microbatches=2, max_epochs=1, cuts=(1,))
+    assert not any(seen.error for seen in fit(two_ranks, WithDropout, **scene))

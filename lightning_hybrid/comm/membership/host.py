@@ -194,7 +194,7 @@ class Host(SocketThread):
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
         for local, each in self._ranks.items():
             each.send(kind="alive")
-            if now - self._seen_s[local] > (limit_s := self._settings.rank_silent_s):
+            if now - self._seen_s[local] > (limit_s := 2 * silent_s):
                 self._deliver("lost", f"rank {local} of this host was silent for {limit_s:g} s")
         self._act()
 

@@ -81,7 +81,7 @@ class Follower(SocketThread):
             self._first.send(kind="alive")
             if is_late:
                 self._seen_s = now
-            elif now - self._seen_s > (limit_s := self._settings.rank_silent_s) and not self._has_left:
+            elif now - self._seen_s > (limit_s := 2 * self._settings.silent_s) and not self._has_left:
                 self._deliver("lost", f"the first rank of this host was silent for {limit_s:g} s")
 
 

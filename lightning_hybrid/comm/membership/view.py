@@ -72,7 +72,8 @@ class Settings:
             the arbiter where a cut link leaves two halves.
         min_hosts, max_hosts: fewer do not go on; more wait.
         token: of what must be equal on all hosts.
-        silent_s: after how long without a sign of life a host is lost.
+        silent_s: after how long without a sign of life a host is lost; a rank of this one, with which all of it ends,
+            after twice as long.
         wait_s: how long the first meeting waits for more hosts than `min_hosts`.
     """
 
@@ -90,11 +91,6 @@ class Settings:
     def tick_s(self) -> float:
         """Time between two signs of life."""
         return self.silent_s / 8
-
-    @property
-    def rank_silent_s(self) -> float:
-        """After how long a rank of the own host is lost: longer, as the whole host then ends."""
-        return 2 * self.silent_s
 
     @property
     def path(self) -> str:

@@ -84,8 +84,7 @@ def fitted_in_slices(*args):
     ("precision", "bound"), [("32-true", 1e-5), pytest.param("64-true", 1e-10, marks=pytest.mark.long)]
 )
 def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, text, precision, bound):
-    """A norm counts what is tied over stages once, and of what is cut over ranks all."""
-    words = (f"precision={precision}", "trainer.gradient_clip_val=0.5")
+    words = (f"precision={precision}",)
     whole, weights = fitted(text, "trainer.devices=1", "strategy=ddp", *words)
     found = rank_pool.ranks(4).run(
         fitted_in_slices, text, *STAGES, "trainer.devices=4", f"precision={precision}", timeout_s=300
