@@ -125,11 +125,7 @@ class Topology:
 
     @classmethod
     def from_identities(cls, *, rank: int, identities: Sequence[Hashable]) -> Topology:
-        """Take the ranks that gave equal identities as nodes; `identities[r]` is that of rank r.
-
-        >>> Topology.from_identities(rank=0, identities=["a", "b", "a"]).nodes
-        ((0, 2), (1,))
-        """
+        """Take the ranks that gave equal identities as nodes; `identities[r]` is that of rank r."""
         # A dict keeps the order of insertion: nodes come in the order of their first ranks, the same on every rank.
         nodes: dict[Hashable, list[int]] = {}
         for owner, identity in enumerate(identities):
@@ -224,15 +220,7 @@ class ReplicaSets:
 
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
-    """Check an explicit node size; needs no process group, so it can run before anything is launched.
-
-    >>> validate_ranks_per_node(world_size=12, ranks_per_node=8)
-    Traceback (most recent call last):
-    ValueError: `ranks_per_node` (=8) must divide `world_size` (=12): it says that nodes are consecutive blocks of \
-equal size, and here the last node would hold 4 ranks. Either launch a multiple of 8 ranks, or leave \
-`strategy.ranks_per_node` unset so that nodes are found by themselves, or use the flat ring with \
-`strategy.comm.algorithm=flat`.
-    """
+    """Check an explicit node size; needs no process group, so it can run before anything is launched."""
     why = "it counts the ranks that share a node. Leave `strategy.ranks_per_node` unset to have nodes found"
     require_whole("ranks_per_node", ranks_per_node, why)
     if world_size % ranks_per_node:  # a last node with fewer ranks

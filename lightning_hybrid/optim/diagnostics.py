@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.optim.dtensor import has_dtensors, local_shards
-from lightning_hybrid.optim.grad_scaling import GradScaling
-from lightning_hybrid.optim.gradients import dense_gradients
+from lightning_hybrid.optim.gradients import GradScaling, dense_gradients
 from lightning_hybrid.optim.lamb import LAMB, lamb_updates, lamb_vectors
 from lightning_hybrid.optim.lars import LARS, lars_ratios, lars_vectors
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
-from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
-from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks, tensor_norms, trust_ratio
 
 
 @torch.no_grad()

@@ -15,32 +15,19 @@ _BLOCK = 1 << 19
 
 
 def as_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors in `dtype`: the very same list if they have it, else copies.
-
-    >>> as_dtype([torch.ones(1, dtype=torch.float16)], torch.float32)
-    [tensor([1.])]
-    """
+    """Return the tensors in `dtype`: the very same list if they have it, else copies."""
     return tensors if tensors[0].dtype == dtype else copied(tensors, dtype)
 
 
 def copied(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copy the tensors, on a GPU in one launch; `dtype` None: in their own.
-
-    >>> copied([torch.ones(1)], torch.float16)
-    [tensor([1.], dtype=torch.float16)]
-    """
+    """Copy the tensors, on a GPU in one launch; `dtype` None: in their own."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
 def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
-    """Add factor * others to tensors, list-wise and in place; `factor` may be a 0-dim tensor on their device.
-
-    >>> weights = [torch.tensor([1.0])]
-    >>> add_scaled_(weights, [torch.tensor([2.0])], -0.25); weights
-    [tensor([0.5000])]
-    """
+    """Add factor * others to tensors, list-wise and in place; `factor` may be a 0-dim tensor on their device."""
     if isinstance(factor, Tensor):
         torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
     else:
@@ -48,14 +35,7 @@ def add_scaled_(tensors: list[Tensor], others: list[Tensor], factor: float | Ten
 
 
 def in_blocks(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yield views of lists of equal shapes, to work on in turn: one large CPU tensor in blocks, all else as it is.
-
-    >>> weights, grads = [torch.zeros(1_000_000)], [torch.ones(1_000_000)]
-    >>> for some_weights, some_grads in in_blocks(weights, grads):
-    ...     _ = some_weights[0].add_(some_grads[0])
-    >>> torch.equal(weights[0], grads[0])
-    True
-    """
+    """Yield views of lists of equal shapes, to work on in turn: one large CPU tensor in blocks, all else as it is."""
     first = lists[0][0]
     # Not while torch.compile traces: it would unroll the blocks into its graph.
     size = 0 if torch.compiler.is_compiling() else block_numel()
@@ -74,12 +54,7 @@ def block_numel() -> int:
 
 
 def scaled(tensors: list[Tensor], factors: float | Tensor, keep: list[Tensor]) -> list[Tensor]:
-    """Multiply `tensors` by one factor, or by one each; in place unless they are the very list to `keep`.
-
-    >>> grads = [torch.tensor([2.0])]
-    >>> scaled(grads, 3.0, keep=grads), grads
-    ([tensor([6.])], [tensor([2.])])
-    """
+    """Multiply `tensors` by one factor, or by one each; in place unless they are the very list to `keep`."""
     by: Any = factors.unbind() if isinstance(factors, Tensor) and factors.dim() == 1 else factors
     if tensors is keep:
         return list(torch._foreach_mul(tensors, by))

@@ -9,11 +9,9 @@ from torch import Tensor
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
-from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import is_together, lr_of
+from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, is_together, lr_of
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
-from lightning_hybrid.optim.sharded_norms import ShardedVector
-from lightning_hybrid.optim.trust_ratio import bounded, combined_norms, require_bounds, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, require_bounds, tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
 
@@ -27,7 +25,8 @@ class LAMB(LayerwiseOptimizer):
         u  = M / (sqrt(V) + eps) + weight_decay * w
         q  = phi(|w|) / |u|                           w <- w - lr * q * u
 
-    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi: `weight_norm_bounds`.
+    m, v, t -> state `"exp_avg"`, `"exp_avg_sq"`, `"step"`, as in `torch.optim.AdamW`; phi: between the two
+    `weight_norm_bounds`, or the norm itself without them.
 
     `bias_correction=True` is that rule, Algorithm 2 of the published paper. False puts M = m and V = v: the early
     arXiv versions, as most PyTorch ports read them. The trust ratio removes the scale of u: only the first steps'
@@ -178,7 +177,8 @@ class LAMB(LayerwiseOptimizer):
                 norms = [tensor_norms(params), combined_norms(of_blocks)]
                 if self.shard_sums is not None:
                     norms = self.shard_sums.norms(params, *norms)
-            ratios = trust_ratio(bounded(norms[0], group["weight_norm_bounds"]), norms[1])
+            bounds = group["weight_norm_bounds"]
+            ratios = trust_ratio(norms[0] if bounds is None else norms[0].clamp(*bounds), norms[1])
             if group["trust_clip"] is not None:
                 ratios = ratios.clamp(max=group["trust_clip"])
             for some_params, means, squares, *_ in blocks:

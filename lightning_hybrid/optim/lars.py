@@ -10,12 +10,10 @@ from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks, scaled
 from lightning_hybrid.optim.fused.step import FusedLars
-from lightning_hybrid.optim.grad_scaling import UNSCALED, GradScaling
-from lightning_hybrid.optim.gradients import decayed_gradients, is_together, lr_of, state_dtype
-from lightning_hybrid.optim.layerwise import LayerwiseOptimizer, options_of
+from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, decayed_gradients, is_together, lr_of, state_dtype
+from lightning_hybrid.optim.layerwise import options_of
 from lightning_hybrid.optim.orthogonal_step import OrthogonalStep, refuse_part
-from lightning_hybrid.optim.sharded_norms import ShardedVector
-from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms, trust_ratio
+from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
 MomentumForm = Literal["lr_inside", "lr_outside", "ratio_outside"]
@@ -23,7 +21,7 @@ Denominator = Literal["sum", "joint"]
 Direction = Literal["momentum", "orthogonal"]
 
 
-class LARS(LayerwiseOptimizer, OrthogonalStep):
+class LARS(OrthogonalStep):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888).
 
     For each parameter tensor w with gradient g, and d = g + weight_decay * w:

@@ -13,9 +13,15 @@ from torch.optim import Optimizer
 from lightning_hybrid.checks import require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dtensors, local_shards
 from lightning_hybrid.optim.fused.step import FusedStep
-from lightning_hybrid.optim.grad_scaling import GradScaling, any_not_finite
-from lightning_hybrid.optim.gradients import dense_gradients, is_together, param_name, state_dtype
-from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
+from lightning_hybrid.optim.gradients import (
+    GradScaling,
+    any_not_finite,
+    dense_gradients,
+    is_together,
+    param_name,
+    state_dtype,
+)
+from lightning_hybrid.optim.trust_ratio import ShardedVector, norms_over_ranks
 from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
@@ -234,17 +240,13 @@ class LayerwiseOptimizer(Optimizer):
             return GradScaling(found_inf=found_inf), False
         scale = grad_scale.detach().float()
         if found_inf is None and scale.device.type == "cuda" and not torch.compiler.is_compiling():
-            # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set.
-            inverse_scale, found_inf_out = (self._one_and_zero(scale.device) / scale).unbind()
+            # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set; (1, 0) is made once.
+            pair: Tensor | None = self.__dict__.get("_pair")
+            if pair is None or pair.device != scale.device:
+                self._pair = pair = torch.arange(1.0, -1.0, -1.0, dtype=torch.float32, device=scale.device)
+            inverse_scale, found_inf_out = (pair / scale).unbind()
             return GradScaling(inverse_scale=inverse_scale, found_inf_out=found_inf_out), True
         return GradScaling(inverse_scale=scale.reciprocal(), found_inf=found_inf), found_inf is None
-
-    def _one_and_zero(self, device: torch.device) -> Tensor:
-        # Made once: (1, 0) / scale gives 1 / scale and 0 in one kernel.
-        pair: Tensor | None = self.__dict__.get("_pair")
-        if pair is None or pair.device != device:
-            self._pair = pair = torch.arange(1.0, -1.0, -1.0, dtype=torch.float32, device=device)
-        return pair
 
     def _listed_step(self, is_checked: bool) -> None:
         # All gradients are looked at before the first parameter is written.
@@ -274,10 +276,7 @@ class LayerwiseOptimizer(Optimizer):
     def _norms_over_ranks(
         self, vectors_of: Callable[[dict[str, Any], Tensor, Tensor, Part], list[ShardedVector]]
     ) -> dict[Tensor, list[Tensor]]:
-        """Compute the norms of whole tensors, for each parameter with a part; all ranks then skip this step, or none.
-
-        `vectors_of(group, param, grad, part)`: whose norms.
-        """
+        # Of whole tensors, for each parameter with a part; all ranks then skip this step, or none.
         vectors = {
             param: vectors_of(group, param, grad, self.parts[param])
             for group in self.param_groups

@@ -10,26 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype
-from lightning_hybrid.optim.grad_scaling import GradScaling
-from lightning_hybrid.optim.gradients import decayed_gradients, dense_gradients, is_together, lr_of, state_dtype
+from lightning_hybrid.optim.gradients import (
+    decayed_gradients,
+    dense_gradients,
+    is_together,
+    lr_of,
+    state_dtype,
+)
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.orthogonal import is_matrix, orthogonalized_all
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
 
-class OrthogonalStep:
-    """A mixin of `LARS`: what it does in groups of `direction="orthogonal"`."""
+class OrthogonalStep(LayerwiseOptimizer):
+    """What `LARS` does in groups of `direction="orthogonal"`."""
 
     work_group: dist.ProcessGroup | None = None  # ranks that share the work
-    param_groups: list[dict[str, Any]]
-    _scaling: GradScaling
-
-    def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
-        """Return state tensors, see `LayerwiseOptimizer`."""
-        raise NotImplementedError
-
-    def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
-        raise NotImplementedError
 
     def _orthogonalize(self) -> None:
         # All tensors at once, so that ranks can share the work and equal shapes one multiplication.

@@ -58,11 +58,6 @@ class ClusterCosts:
 
     Raises:
         ValueError: A count is below one.
-
-    >>> link = Link(latency_s=1e-6, bytes_per_s=1e9)
-    >>> gloo = Gloo(stage_s=0, message_s=0, segment_s=0)
-    >>> ClusterCosts(num_nodes=2, ranks_per_node=4, inside=link, across=link, transport=gloo).world_size
-    8
     """
 
     num_nodes: int

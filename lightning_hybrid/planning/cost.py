@@ -40,9 +40,6 @@ class Link:
 
     Raises:
         ValueError: The latency is negative, or the rate is not positive.
-
-    >>> Link(latency_s=2e-6, bytes_per_s=12.5e9).seconds(25e3)
-    4e-06
     """
 
     latency_s: float
@@ -69,11 +66,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself.
-
-    >>> StageCost(name="ring", place="across", delay_s=1.0, work_s=3.0, share=0.5).alone_s
-    7.0
-    """
+    """One stage of one chunk. `share` is the part of the place's rate that it can fill by itself."""
 
     name: str
     place: Place

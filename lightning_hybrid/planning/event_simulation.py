@@ -74,13 +74,6 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
 
     Raises:
         ValueError: a time is negative, infinite or nan.
-
-    >>> stages = tuple(StageCost(name=name, place=place, delay_s=0.0, work_s=1.0) for name, place in
-    ...                (("reduce", "inside"), ("ring", "across")))
-    >>> common = dict(num_bytes=1, ready_s=0.0, algorithm="x", column=0, stages=stages)
-    >>> two = [SimulatedChunk(bucket=bucket, **common) for bucket in (0, 1)]
-    >>> [(span.bucket, span.stage, span.end_s) for span in simulate_events(two)]  # 1 reduces during the ring of 0
-    [(0, 'reduce', 1.0), (1, 'reduce', 2.0), (0, 'ring', 2.0), (1, 'ring', 3.0)]
     """
     for chunk in chunks:
         require_number("ready_s", chunk.ready_s, "time would stand still")

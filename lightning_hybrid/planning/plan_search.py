@@ -161,15 +161,6 @@ def choose_plan(
         on_cuda: As in `simulate`.
         base: The plan to start from; preferred where the model sees a difference of less than a hundredth.
         wire: The form of sums between nodes; None: that of the buckets.
-
-    >>> from lightning_hybrid.planning.cost import Link
-    >>> from lightning_hybrid.planning.cost_gloo import Gloo
-    >>> far = Link(latency_s=2e-3, bytes_per_s=1.25e8)
-    >>> gloo = Gloo(stage_s=1e-4, message_s=1e-4, segment_s=1e-4, ring_share=0.9, num_shared_cores=2)
-    >>> near = Link(latency_s=0.0, bytes_per_s=5e8)
-    >>> cluster = ClusterCosts(num_nodes=4, ranks_per_node=4, inside=near, across=far, transport=gloo)
-    >>> choose_plan([2 * MIB], cluster, on_cuda=False).algorithm_for(4 * MIB, cluster)    # by its bytes: two_level
-    'hierarchical'
     """
     total = sum(numels)
     gradients = tuple((numel, backward_s * numel / total) for numel in numels)

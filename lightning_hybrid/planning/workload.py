@@ -106,11 +106,7 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
 
 
 def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[int]:
-    """Cut a bucket into chunks and return their sizes.
-
-    >>> chunk_sizes_bytes(3200, 4, 2)
-    [320, 1280, 1280, 320]
-    """
+    """Cut a bucket into chunks and return their sizes."""
     return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_chunks)]
 
 

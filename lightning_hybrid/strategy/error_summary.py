@@ -32,13 +32,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def shared_memory_cure(error: BaseException) -> str:
-    """Return what to do where an error says that there is no shared memory left; else nothing.
-
-    >>> shared_memory_cure(RuntimeError("unable to write to file </torch_7_1_0>: No space left on device (28)"))[:10]
-    '`/dev/shm`'
-    >>> shared_memory_cure(OSError(28, "No space left on device", "last.ckpt"))
-    ''
-    """
+    """Return what to do where an error says that there is no shared memory left; else nothing."""
     if not _SHARED_MEMORY_IS_FULL.search(str(error)):
         return ""
     size = ""

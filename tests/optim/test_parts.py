@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.foreach_ops import in_blocks
-from lightning_hybrid.optim.sharded_norms import ShardedVector, norms_over_ranks
-from lightning_hybrid.optim.trust_ratio import combined_norms, tensor_norms
+from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, norms_over_ranks, tensor_norms
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
 from tests.optim.makers import FUSED, PATHS, Beside, Parts, Whole, on_threads
 from tests.optim.test_lars import normals

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import WarmupPolynomialDecay, starting_rate
-from lightning_hybrid.optim.starting_rate import MLPERF_LARS
+from lightning_hybrid.optim.schedule import MLPERF_LARS
 
 
 def sgd(*lrs):

@@ -92,11 +92,7 @@ def adasum_(
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return |a|^2, |b|^2 and a.b of two flat tensors, in float64.
-
-    >>> inner_products(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.5], dtype=torch.float16))
-    tensor([5.0000, 9.2500, 4.0000], dtype=torch.float64)
-    """
+    """Return |a|^2, |b|^2 and a.b of two flat tensors, in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(BLOCK_NUMEL), b.split(BLOCK_NUMEL), strict=True):
         x, y = x.double(), y.double()
@@ -105,12 +101,7 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
-    """Return `inner_products` of each segment, by as many kernels whatever their number; `segments`: their lengths.
-
-    >>> a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 0.5, 1.0])
-    >>> inner_products_of_segments(a, b, torch.tensor([2, 0, 1])).tolist()
-    [[5.0, 9.25, 4.0], [0.0, 0.0, 0.0], [9.0, 1.0, 3.0]]
-    """
+    """Return `inner_products` of each segment, by as many kernels whatever their number; `segments`: their lengths."""
     a, b = a.double(), b.double()
     # `unsafe`: else the host would read the lengths back to check their sum.
     sums = [torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True) for x, y in ((a, a), (b, b), (a, b))]
@@ -197,11 +188,6 @@ def refuse_odd_nodes(topology: Topology) -> None:
     Raises:
         ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would
             count the same.
-
-    >>> refuse_odd_nodes(Topology.from_ranks_per_node(rank=0, world_size=12, ranks_per_node=2))
-    Traceback (most recent call last):
-    ValueError: `between_nodes` (=Adasum()) needs a power of two of nodes, and there are 6: its tree combines them two \
-by two. Launch 4 or 8 nodes, or set strategy/between_nodes=mean.
     """
     num_nodes, sizes = topology.num_nodes, [len(node) for node in topology.nodes]
     if num_nodes & (num_nodes - 1):

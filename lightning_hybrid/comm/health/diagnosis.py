@@ -50,11 +50,6 @@ def diagnose(
 
     `hosts`: of every rank, where they are known; those of the ranks to blame, or of all, are named. `addresses`:
     under which others know each rank's host.
-
-    >>> at_one = RankStatus(num_submitted=1, order="a", place="bucket 0 in stage `ring`")
-    >>> print(diagnose("Rank 0 saw a closed connection", [at_one, None], ["x", "y"]))
-    comm: rank 1 does not answer: its process is dead, stopped or unreachable. Rank 0 saw a closed connection. \
-Rank 1 is on host y.
     """
     silent = [rank for rank, each in enumerate(statuses) if each is None]
     left = [rank for rank, each in enumerate(statuses) if each is not None and each.has_left]
@@ -146,11 +141,7 @@ def _no_answer(
 
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known.
-
-    >>> places_of([1, 2], ["x", "y", "y"]), places_of([], ["x", "y", "y"])
-    (' Ranks 1, 2 are on host y.', ' Rank 0 is on host x, ranks 1, 2 are on host y.')
-    """
+    """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks or range(len(hosts)):
         if rank < len(hosts):

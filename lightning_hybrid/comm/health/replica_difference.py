@@ -15,11 +15,7 @@ class ReplicaDriftError(RuntimeError):
 
 
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
-    """Describe the first name whose values are not the same on all ranks, and who holds which.
-
-    >>> print(first_difference([{"`a`": 1, "`b`": 2}, {"`a`": 1, "`b`": 3}, {"`a`": 1, "`b`": 2}], ["x", "y", "x"]))
-    `b` on rank 1 (host y) is not that of ranks 0, 2 (host x); 1 of 2 tensors differ, the last is `b`
-    """
+    """Describe the first name whose values are not the same on all ranks, and who holds which."""
     differing, names = names_that_differ(values_of), {name for values in values_of for name in values}
     by_value: dict[int | None, list[int]] = {}
     for rank, values in enumerate(values_of):

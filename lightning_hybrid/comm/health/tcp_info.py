@@ -45,16 +45,7 @@ class TcpConnection:
 
 
 def tcp_connections() -> list[TcpConnection]:
-    """Return every TCP connection of this process; empty where the kernel does not say.
-
-    >>> server = socket.create_server(("127.0.0.1", 0))
-    >>> client = socket.create_connection(server.getsockname())
-    >>> [(each.peer, each.is_open, each.is_waiting) for each in tcp_connections()
-    ...  if each.port == server.getsockname()[1]]
-    [('127.0.0.1', True, False)]
-    >>> client.close(), server.close()
-    (None, None)
-    """
+    """Return every TCP connection of this process; empty where the kernel does not say."""
     found: list[TcpConnection | None] = []
     # Under `socket.setdefaulttimeout` a look at a descriptor would make it one that does not block, for its owner too.
     if socket.getdefaulttimeout() is not None:
@@ -101,10 +92,6 @@ def liveness_by_address(found: Iterable[TcpConnection], *, waited_s: float) -> d
     """Return what is known of each address to which a connection is open.
 
     `waited_s`: how long this rank has waited for it.
-
-    >>> connection = TcpConnection(peer="x", port=1, own="y", is_open=True, heard_s=12.0, is_waiting=True)
-    >>> liveness_by_address([connection], waited_s=10.0), liveness_by_address([connection], waited_s=20.0)
-    ({'x': ('cut', 12.0)}, {'x': ('slow', 12.0)})
     """
     known: dict[str, Liveness] = {}
     for each in found:
@@ -129,11 +116,7 @@ def most_telling(found: Sequence[Liveness | None]) -> Liveness | None:
 
 
 def describe_liveness(liveness: Liveness, *, host: str) -> str:
-    """Say what is known of a host none of whose ranks answers.
-
-    >>> describe_liveness(("slow", 3.21), host="x")
-    'host x lives, was last heard 3.2 s ago, but its link is so slow that answers do not come in time'
-    """
+    """Say what is known of a host none of whose ranks answers."""
     word, heard_s = liveness
     return {
         "slow": f"host {host} lives, was last heard {heard_s:.1f} s ago, but its link is so slow that answers do not "

@@ -22,13 +22,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return where a thread (by its `ident`) stands, in words, and whether that is a collective of torch's.
-
-    >>> import threading
-    >>> words, is_inside = place_of(threading.get_ident())
-    >>> words.startswith("in `place_of` (thread_place.py:"), is_inside
-    (True, False)
-    """
+    """Return where a thread (by its `ident`) stands, in words, and whether that is a collective of torch's."""
     return _place_of(sys._current_frames().get(thread))
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -44,26 +44,14 @@ PATIENCE = 4
 COMPARE_LIMIT_S = 60.0
 
 
-class Watched(Protocol):
-    """What a watchdog watches, such as an engine's `FailureLatch`."""
-
-    def status(self) -> RankStatus:
-        """Where this rank stands now."""
-
-    def stalled_s(self) -> float:
-        """How long the oldest bucket has been in flight; 0 where none is."""
-
-    def trip(self, error: str, cause: BaseException | None = None) -> None:
-        """Fail what is in flight, with the error of all ranks."""
-
-
 class Watchdog:
     """The watchdog of one rank, and its way to report errors to all ranks. Its thread runs from `start` to `leave`.
 
     Args:
         store: keys of this engine only; used from this class alone, as a store's client serves one thread at a time.
         rank, world_size: of the engine. A rank that is alone has nothing to watch: errors are only put into words.
-        watched: what is in flight here, and what to fail.
+        watched: such as an engine's `FailureLatch`: `status()` is where this rank stands, `stalled_s()` how long its
+            oldest bucket has been in flight, and `trip(error, cause)` fails what is.
         give_up_after_s: how long a bucket may be in flight; None: collectives raise by themselves, as over Gloo.
         hosts, addresses: names of every rank's host, and under which addresses others know it; for errors.
     """
@@ -74,7 +62,7 @@ class Watchdog:
         store: dist.Store,
         rank: int,
         world_size: int,
-        watched: Watched,
+        watched: Any,
         give_up_after_s: float | None = None,
         hosts: Sequence[str] = (),
         addresses: Sequence[Sequence[str]] = (),

@@ -39,14 +39,7 @@ def has_won(num_faster: int, num_slower: int) -> bool | None:
 
 
 class PairedComparison:
-    """A comparison of the plan in force with challengers.
-
-    >>> comparison, takes_s = PairedComparison("a", ["b", "c"]), {"a": 1.0, "b": 0.5, "c": 2.0}
-    >>> while order := comparison.order():
-    ...     comparison.record([takes_s[plan] for plan in order])
-    >>> comparison.winner, comparison.ratio("b")
-    ('b', 0.5)
-    """
+    """A comparison of the plan in force with challengers."""
 
     def __init__(self, incumbent: CommPlan, challengers: Sequence[CommPlan]) -> None:
         self.incumbent = incumbent

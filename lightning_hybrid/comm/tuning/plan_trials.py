@@ -53,13 +53,6 @@ class PlanTrials:
         safeguard: what the outcome must not be slower than, tried last; None: nothing.
         most_steps: of trials in all. Where they run out, a comparison that is not decided leaves the plan in force,
             unless a challenger of it has won already.
-
-    >>> plans = {"auto": 1.0, "two_level": 0.8, "flat": 2.0}                     # seconds of a step under each
-    >>> tuning = PlanTrials(CommPlan(), [lambda plan: [CommPlan(algorithm="flat"), CommPlan(algorithm="two_level")]])
-    >>> while steps := tuning.trials():
-    ...     tuning.record([plans[step.plan.algorithm] for step in steps])
-    >>> tuning.result.plan.algorithm, tuning.result.ratio, tuning.result.num_steps
-    ('two_level', 0.8, 26)
     """
 
     def __init__(
@@ -193,13 +186,7 @@ def trials_for(
 
 
 def other_algorithms(plan: CommPlan, topology: NodeShape) -> list[CommPlan]:
-    """Return the plan with each algorithm that fits the topology.
-
-    >>> from lightning_hybrid.comm.topology import Topology
-    >>> uneven = Topology(rank=0, nodes=((0, 1), (2,)))
-    >>> [plan.algorithm for plan in other_algorithms(CommPlan(), uneven)]
-    ['flat', 'parallel_flat', 'hierarchical']
-    """
+    """Return the plan with each algorithm that fits the topology."""
     has_shards = topology.ranks_per_node is not None and topology.ranks_per_node > 1
     return [replace(plan, algorithm=name) for name in get_args(Algorithm) if name != "two_level" or has_shards]
 
@@ -230,12 +217,6 @@ def effect(
     """Return what a plan does with each bucket: algorithm, chunks, and over how many sets of groups they go round.
 
     On CUDA there is one set of groups, only hierarchies cut buckets, and `parallel_flat` is `flat`.
-
-    >>> from lightning_hybrid.comm.topology import Topology
-    >>> topology = Topology.from_ranks_per_node(rank=0, world_size=4, ranks_per_node=2)
-    >>> bucket = CommPlan().bucket(index=0, numel=2**20, num_bytes=2**21, dtype="float16", topology=topology)
-    >>> effect(CommPlan(), [bucket], topology), effect(CommPlan(), [bucket], topology, on_cuda=True)
-    ((('two_level', 4, 2),), (('flat', 1, 1),))
     """
     contents = ("index", "numel", "dtype", "num_bytes")
     asked = [{name: getattr(bucket, name) for name in contents} for bucket in buckets]

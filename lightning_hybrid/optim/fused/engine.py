@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_hybrid.optim.fused.block_sums import BlockSums
 from lightning_hybrid.optim.fused.contiguous import ContiguousViews
 from lightning_hybrid.optim.fused.option_table import OptionTable
-from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.optim.gradients import GradScaling
 
 
 class Engine(ABC):

@@ -16,8 +16,7 @@ from lightning_hybrid.optim.fused.block_sums import add_up
 from lightning_hybrid.optim.fused.cpu.passes import NativeLamb, NativeLars
 from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable, OptionTables, lamb_options, lars_options
-from lightning_hybrid.optim.grad_scaling import GradScaling
-from lightning_hybrid.optim.gradients import dense_gradients
+from lightning_hybrid.optim.gradients import GradScaling, dense_gradients
 from lightning_hybrid.placement import Part
 
 

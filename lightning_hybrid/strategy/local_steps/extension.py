@@ -25,9 +25,8 @@ from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
-from lightning_hybrid.strategy.local_steps.independent_nodes import IndependentNodes
+from lightning_hybrid.strategy.local_steps.independent_nodes import IndependentNodes, OuterStep
 from lightning_hybrid.strategy.local_steps.optimizer_agreement import agree_on_state_, average_momentum_
-from lightning_hybrid.strategy.local_steps.outer_step import OuterStep
 from lightning_hybrid.strategy.options import LocalSteps
 
 # The entry of a checkpoint with the momentum of the outer step, by name of a parameter.
@@ -73,7 +72,7 @@ class LocalStepsExtension(FitExtension):
 
     def after_setup(self, fit: RunningFit) -> None:
         """Make the groups of the nodes. Collective."""
-        self._nodes = _new_nodes(self.steps, fit)
+        self._nodes = _new_nodes(fit)
         # One node may leave a step out that another takes; all come to the next batch.
         self._nodes.ends_in_step = not is_overridden("optimizer_step", fit.module, "pytorch.LightningModule")
         for config in fit.trainer.lr_scheduler_configs:
@@ -247,7 +246,7 @@ class LocalStepsExtension(FitExtension):
             end_group(nodes.group, is_aborted=fit.device.type == "cuda" and bool(failure))
 
 
-def _new_nodes(steps: LocalSteps, fit: RunningFit) -> IndependentNodes:
+def _new_nodes(fit: RunningFit) -> IndependentNodes:
     group = new_node_group(fit.topology, timeout=fit.timeout, desc="nodes")
     replicas = ReplicaSets(world=fit.topology, sets=fit.topology.nodes)
     node_engine = CommEngine(
@@ -259,7 +258,7 @@ def _new_nodes(steps: LocalSteps, fit: RunningFit) -> IndependentNodes:
         replicas=replicas,
         group=group,
     )
-    return IndependentNodes(steps, engine=fit.engine, node_engine=node_engine, group=group, hook_state=fit.hook_state)
+    return IndependentNodes(engine=fit.engine, node_engine=node_engine, group=group, hook_state=fit.hook_state)
 
 
 # ---- what is averaged ------------------------------------------------------------------------------------------------

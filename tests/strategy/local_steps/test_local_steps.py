@@ -201,6 +201,7 @@ def test_the_outer_step_goes_on_along_what_past_periods_have_moved(two_ranks):
     way, expected = far[3] - start, 2 * (mean[3] - start)
     torch.testing.assert_close(way[trained], expected[trained], rtol=1e-3, atol=1e-6)  # roundings
     assert torch.equal(far[3][~trained], mean[3][~trained])  # running statistics take no outer step
+    torch.testing.assert_close((moved[3] - start)[trained], 1.5 * way[trained], rtol=1e-3, atol=1e-6)  # d + m / 2
     assert not torch.equal(moved[7], far[7])
 
 

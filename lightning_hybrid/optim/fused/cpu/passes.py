@@ -13,7 +13,7 @@ from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cpu import build
 from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable
-from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h

@@ -15,7 +15,7 @@ from lightning_hybrid.optim.fused.contiguous import ContiguousViews, data_ptrs
 from lightning_hybrid.optim.fused.cuda import lars_kernels
 from lightning_hybrid.optim.fused.engine import Engine
 from lightning_hybrid.optim.fused.option_table import OptionTable, is_capturing, lars_options, to_device_
-from lightning_hybrid.optim.grad_scaling import GradScaling
+from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
 _DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
