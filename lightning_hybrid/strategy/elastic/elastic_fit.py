@@ -139,14 +139,14 @@ class ElasticFit:
     def _optimizer_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        views = self._views
-        if views is None:
+        if (views := self._views) is None:
             return step(optimizer, closure, *args, **kwargs)
         try:
             outputs = step(optimizer, partial(self._whole_sum, views, closure), *args, **kwargs)
         except _StepTaken as taken:
             outputs = taken.outputs
         views.committed += 1
+        self._epoch_logs.commit()
         return outputs
 
     def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:

@@ -31,28 +31,43 @@ class EpochLogs:
         self._metrics: list[SummedMetric] = list(zip(metrics, sums, strict=True))
         self._trainer, self._is_first = module.trainer, is_first
         self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
+        self._at_end: list[dict[str, Any]] = []  # of the epoch before, until a step of the next is made
 
     def step(self) -> StepLogs:
         """Return the logs of a step that begins."""
         epoch, unseen = self._unseen
         return StepLogs(self._trainer._results, self._metrics, unseen if epoch == self._trainer.current_epoch else {})
 
-    def collected(self) -> dict[str, Any]:
-        """Return it, between two steps."""
+    def commit(self) -> None:
+        """Note that a step is made. What an epoch has collected goes with its end, and a host may be behind by then."""
+        self._at_end = [self._now()] if self._trainer.is_last_batch else []
+
+    def collected(self) -> list[dict[str, Any]]:
+        """Return it, between two steps; at an epoch's begin that of the one before, too."""
+        return [self._now(), *self._at_end]
+
+    def _now(self) -> dict[str, Any]:
         values = {
             key: {name: now for name in (*_SUMS, "_forward_cache") if isinstance(now := vars(one).get(name), Tensor)}
+            | {"has_reset": one.has_reset}
             for key, one in self._trainer._results.items()
         }
         states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in self._metrics]
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
-    def take(self, found: dict[str, Any]) -> None:
+    def take(self, several: Sequence[dict[str, Any]]) -> None:
         """Take what another host has collected in place of the own."""
+        found = next((one for one in several if one["epoch"] == self._trainer.current_epoch), several[0])
+        for key, one in self._trainer._results.items():
+            values = found["values"].get(key, {})
+            if not self._is_first:  # the step's own is the same on all ranks
+                values = {
+                    name: values[name] for name in ("_forward_cache", "has_reset") if _is_shared(one) and name in values
+                }
+            vars(one).update(values)
         if not self._is_first:
             return
         self._unseen = found["epoch"], found["values"]
-        for key, one in self._trainer._results.items():
-            vars(one).update(found["values"].get(key, {}))
         for (metric, _), (states, count) in zip(self._metrics, found["metrics"], strict=True):
             metric.__dict__.update(states, _update_count=count, _computed=None)
 

@@ -161,25 +161,28 @@ def as_it_is(value: Any, **_: Any) -> Any:
     return value
 
 
-def logged_by(
-    shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
-) -> dict[str, float]:
-    """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
+def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
+    """What logs, what is collected, and its owner."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
     from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
-    def started() -> tuple[Logging, _ResultCollection, EpochLogs]:
-        module, results = Logging(), _ResultCollection(training=True)
-        module._trainer = SimpleNamespace(_results=results, current_epoch=0)  # type: ignore[assignment]
+    module, results = Logging(), _ResultCollection(training=True)
+    trainer = SimpleNamespace(_results=results, current_epoch=0, is_last_batch=False)
+    module._trainer = trainer  # type: ignore[assignment]
 
-        def log(name: str, value: float, **options: Any) -> None:
-            options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
-            results.log("training_step", name, torch.tensor(float(value)), **options)
+    def log(name: str, value: float, **options: Any) -> None:
+        options = {"batch_size": 1, "on_step": False, "sync_dist_fn": as_it_is} | options
+        results.log("training_step", name, torch.tensor(float(value)), **options)
 
-        object.__setattr__(module, "log", log)
-        return module, results, EpochLogs(module, is_first=True)
+    object.__setattr__(module, "log", log)
+    return module, results, EpochLogs(module, is_first=is_first)
 
+
+def logged_by(
+    shards: list[float], *, attempts: int, steps: int = 2, joins_after: int | None = None
+) -> dict[str, float]:
+    """Log steps of these shards, of which all but the last attempt are dropped; a joiner has what was sent to it."""
     module, results, epoch = started()
     for step in range(steps):
         if step == joins_after:
@@ -212,3 +215,28 @@ def test_a_host_that_joins_counts_what_was_logged_before(attempts: int) -> None:
     always = logged_by([1.0, 2.0, 6.0], attempts=1, steps=4)
     assert logged_by([1.0, 2.0, 6.0], attempts=attempts, steps=4, joins_after=1) == always
     assert always["own"] == 4.0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_logs(is_first: bool) -> None:
+    def step(module: Logging, epoch: Any, value: float) -> Any:
+        logs = epoch.step()
+        module.log_step(value)
+        logs.end_shard()
+        return logs
+
+    ahead, behind = started(), started(is_first=is_first)
+    for value in (1.0, 2.0):
+        for module, _, epoch in (ahead, behind):
+            logs = step(module, epoch, value)
+            logs.share(None, num_shards=1, is_first_of_host=True)
+    step(behind[0], behind[2], 7.0).restore()  # its sums never came
+    ahead[0]._trainer.is_last_batch = True
+    step(ahead[0], ahead[2], 6.0).share(None, num_shards=1, is_first_of_host=True)
+    ahead[2].commit()
+    ahead[1].reset()
+    ahead[0]._trainer.current_epoch = 1
+    behind[2].take(ahead[2].collected())
+    shared = behind[1]["training_step.shared"]
+    assert (float(shared._forward_cache), shared.has_reset) == (6.0, False)
+    assert float(shared.compute()) == (3.0 if is_first else 1.5)
