@@ -187,7 +187,8 @@ class InHalf(Layerwise):
 
 def scale_and_dtypes(trainer, module, *args):
     plugin = trainer.precision_plugin
-    return plugin.loss_scale and plugin.loss_scale.value, plugin.num_skipped_steps
+    scale = getattr(plugin, "loss_scale", None)  # none in fp32
+    return scale and scale.value, getattr(plugin, "num_skipped_steps", 0)
 
 
 def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
@@ -208,12 +209,16 @@ def in_halves(ranks, optimizer, precision, strategy, path=None, **scene):
 def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
     optimizer, precision, two_ranks, tmp_path
 ):
-    """An overflow on one rank makes all skip; else within two roundings of a weight, as sums are in another dtype."""
+    """An overflow on one rank makes all skip. Sums are in another dtype, fp32: within two roundings of a weight.
+
+    A bias whose gradients cancel moves by more in bf16: then no further from fp32 than `hybrid_allreduce` is.
+    """
     overflows, dtype = ((1, 2), torch.float16) if precision == "16-true" else ((), torch.bfloat16)
     path, made = tmp_path / "midway.ckpt", {"overflows": overflows}
     whole = in_halves(two_ranks, optimizer, precision, "hybrid_allreduce", **made)
     parts = in_halves(two_ranks, optimizer, precision, "fsdp", path, **made)
     again = in_halves(two_ranks, optimizer, precision, "fsdp", ckpt_path=path, **made)
+    in_fp32 = in_halves(two_ranks, optimizer, "32-true", "hybrid_allreduce") if dtype is torch.bfloat16 else ()
     for one, other, resumed in zip(whole, parts, again, strict=True):
         steps = other.looks["on_train_batch_end"]
         assert steps == one.looks["on_train_batch_end"]
@@ -221,7 +226,11 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
         (found, kinds), (after, _) = (seen.looks["on_train_end"][0] for seen in (other, resumed))
         assert kinds == {"DTensor"}
         expected = {name: one.weights[f"net.{name}"] for name in found}
-        assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
+        if dtype is torch.float16:
+            assert distance(expected, found) <= 2 * torch.finfo(dtype).eps
+        else:
+            exact = {name: in_fp32[0].weights[f"net.{name}"] for name in found}
+            assert distance(exact, found) <= max(2 * torch.finfo(dtype).eps, distance(exact, expected))
         assert same(found, after)
         assert steps[4:] == resumed.looks["on_train_batch_end"]
 
