@@ -27,7 +27,9 @@ def sent_as_it_was(name):
             self.work.wait()
 
     with patch.object(gloo_p2p, "_send", Send):
-        getattr(gloo_p2p, name)(integers(dist.get_rank(), 100, torch.float32), dist.group.WORLD)
+        flat = integers(dist.get_rank(), 100, torch.float32)
+        parts = flat.tensor_split(dist.get_world_size())
+        getattr(gloo_p2p, name)(parts if name == "collect_parts_" else flat, dist.group.WORLD)
     return found
 
 
