@@ -74,7 +74,7 @@ class Follower(SocketThread):
             except OSError:  # it has not started yet
                 sock.close()
                 return
-            self._first, self._seen_s = self.open(sock), now
+            self._first, self._seen_s = self.open(lambda: sock), now
             self._first.trust("the first rank", self._hear, self._has_closed)
             self._first.send(kind="hello", local=self._settings.local)
         elif self._first:

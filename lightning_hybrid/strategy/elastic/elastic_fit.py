@@ -187,8 +187,7 @@ class ElasticFit:
         self._logs = logs = self._epoch_logs.step()
         try:
             for _ in range(MOST_VIEWS):
-                if not views.ended:
-                    views.may_cut = True
+                if views.begin():
                     made = self._attempt(views, run_first, logs)
                     outputs, run_first = made if run_first is closure else outputs, self._run_first
                 if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet

@@ -156,6 +156,12 @@ class Views:
         with self._lock:
             self.ended, self.cause = self.ended or str(error), self.cause or error
 
+    def begin(self) -> bool:
+        """Let a view that ends cut sums from now on; return False where it has ended already."""
+        with self._lock:  # else it could end in between: its sums would be cut by nobody
+            self.may_cut = not self.ended
+            return self.may_cut
+
     def hold(self) -> bool:
         """Let a view that ends wait from now on, as an update is being made; return whether it has not ended."""
         with self._lock:
@@ -164,6 +170,8 @@ class Views:
 
     def agrees(self, is_so: bool, otherwise: str) -> bool:
         """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
+        if not is_so:
+            self._cut(self.groups)  # another rank of this host may wait for this one in a sum
         # By what ends with no view: else one would wait here for another that has gone on.
         is_so_on_all = self._vote(is_so)
         if is_so and not is_so_on_all:
