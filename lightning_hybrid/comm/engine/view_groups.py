@@ -126,10 +126,12 @@ class ViewGroups(CommGroups):
     def cut(self) -> None:
         """Shut all connections of the groups and to the store, also of one that is being made; from any thread."""
         self._is_cut, self._cut_s = True, self._cut_s or monotonic()
-        found, before, there, spared = self._sockets, self._before, _sockets(), self._spared()
-        for fd, what in (found | (_since(before) if before is not None else {})).items():
-            if fd not in spared and there.get(fd) == what:
-                _shut(fd)
+        found, before = self._sockets, self._before
+        found = found | (_since(before) if before is not None else {})
+        spared = self._spared()  # after the look, so that it has all of them that were seen
+        for fd, what in found.items():
+            if fd not in spared:
+                _shut(fd, what)
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
@@ -229,8 +231,11 @@ def _since(before: dict[int, str]) -> dict[int, str]:
     return {fd: what for fd, what in _sockets().items() if before.get(fd) != what}
 
 
-def _shut(fd: int) -> None:
+def _shut(fd: int, what: str) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+        # The number may be another's by now, such as of the next view's; that of the copy stays what it is.
+        if os.readlink(f"/proc/self/fd/{one.fileno()}") != what:
+            return
         # Not a listener: where Gloo's cannot accept any more, it ends the process.
         if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
