@@ -158,7 +158,7 @@ class Views:
 
     def begin(self) -> bool:
         """Let a view that ends cut sums from now on; return False where it has ended already."""
-        with self._lock:  # else it could end in between: its sums would be cut by nobody
+        with self._lock:  # else it could end in between: nothing would cut its sums
             self.may_cut = not self.ended
             return self.may_cut
 
