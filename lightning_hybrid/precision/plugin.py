@@ -101,7 +101,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self.optimizer_steps = OptimizerStepStates(scale if precision == "16-true" else None)
         self.masters: MasterWeights | None = None
         self._module: Any = None
-        self._device = torch.device("cpu")
+        self._device = self._compute_device = torch.device("cpu")
         self._schedules = ScheduleGuard(self.optimizer_steps.skip_flags_of, self._may_put_off_schedules)
         self._num_schedules = 0
         self._has_strategy = False  # one that knows fp32 masters, see `connect_strategy`
@@ -157,9 +157,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self.masters = MasterWeights(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
         self.masters.hooks.step_context = self.forward_context
 
-    def follow_device(self, device: torch.device) -> None:
-        """Move masters and loss scale to the `device` of the module; in a fit, convert the module now."""
-        self._device = device
+    def follow_device(self, device: torch.device, *, host: torch.device | None = None) -> None:
+        """Move masters and loss scale to the module's `device`, or the `host` that has them; in a fit, convert now."""
+        self._compute_device, self._device = device, host or device
         self._full_accumulation.begin()
         # Optimizers were made before, so that what their constructors make of parameters, such as accumulators and slow
         # weights, is fp32.
@@ -167,8 +167,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self._convert()
         if self.masters is not None:
             self.masters.follow_device()
-            self._step = MasterStep(self.masters, device)
-        self.optimizer_steps.to(device)
+            self._step = MasterStep(self.masters, self._device)
+        self.optimizer_steps.to(self._device)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -204,7 +204,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         """Run under autocast: matrix products take half operands, losses and other delicate functions are fp32."""
         # The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
         # their dtypes too: operands are cast where they are used, targets are not.
-        with torch.autocast(self._device.type, dtype=self.dtype), self._arithmetic():
+        with torch.autocast(self._compute_device.type, dtype=self.dtype), self._arithmetic():
             yield
 
     @contextmanager
@@ -212,7 +212,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         with ExitStack() as stack:
             if self.masters is not None and not self.masters.hooks.is_in_step:
                 stack.enter_context(self.masters.hooks.in_step())
-                if self._device.type == "cpu":
+                if self._compute_device.type == "cpu":
                     from lightning_hybrid.precision.fp16_emulation import Fp16MatmulEmulation  # here: not on CUDA
 
                     stack.enter_context(Fp16MatmulEmulation(with_products=self.dtype is torch.float16))

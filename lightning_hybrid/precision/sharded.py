@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.master_weights import NORMALISATION_TYPES, MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Strategy
+else:
+    _Strategy = object
+
+
+class HostShards(_Strategy):
+    """What Lightning's `ModelParallelStrategy`, the next base class, needs for `CPUOffloadPolicy`.
+
+    Shards (the masters), gradients and optimizer state stay on the host, and its ranks can add up there: whether a
+    gradient was inf or nan, and the norm that clipping takes. `offload` False: nothing of that.
+    """
+
+    offload = True
+
+    def setup(self, trainer: Any) -> None:
+        """Set up, and move to the device what is no shard."""
+        with _ShardsStay() if self.offload else nullcontext():
+            super().setup(trainer)
+
+    def _get_process_group_backend(self) -> str:
+        backend, kind = super()._get_process_group_backend(), self.root_device.type
+        has_host = not self.offload or kind == "cpu" or "cpu:" in backend
+        return backend if has_host else f"cpu:gloo,{kind}:{backend}"
+
+
+class _ShardsStay(TorchFunctionMode):
+    # Lightning moves the whole module, and state that optimizers make in their constructors.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor  # here: it takes a second
+
+        is_move = func is Tensor.to and isinstance(args[0], DTensor)
+        return args[0] if is_move else func(*args, **(kwargs or {}))
 
 
 class ShardedHalfMixin(MasterWeightMixin):
@@ -34,7 +70,8 @@ class ShardedHalfMixin(MasterWeightMixin):
     def shard_(self, network: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
         """Shard `network` in place: each block, which is gathered on its own, what is left, and what stays fp32.
 
-        Collective, as `fully_shard`, which is given the `options`, such as `mesh`.
+        Collective, as `fully_shard`, which is given the `options`, such as `mesh`, or `offload_policy`, which needs a
+        strategy with `HostShards`: masters, gradients and optimizer state are then on the host, loss scale and all.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,9 +90,11 @@ class ShardedHalfMixin(MasterWeightMixin):
         """Take the module, whose shards are masters already.
 
         Raises:
-            MisconfigurationException: another strategy, or a module that `shard_` was not given.
+            MisconfigurationException: another strategy, or a module that `shard_` was not given; or offloaded shards
+                without `HostShards`.
         """
         from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
 
         trainer: Any = getattr(module, "trainer", None)
         strategy = trainer and trainer.strategy
@@ -69,7 +108,15 @@ class ShardedHalfMixin(MasterWeightMixin):
             )
         self.connect_strategy(is_last_backward_of_step=partial(bool, True))
         super().convert_module(module)
-        self.follow_device(strategy.root_device)
+        kinds = {one.device.type for one in module.parameters() if isinstance(one, DTensor)}
+        is_offloaded = kinds != {strategy.root_device.type}
+        if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
+            raise misconfiguration(
+                f"`strategy` (={type(strategy).__name__}) moves shards to the device, and those of an `offload_policy` "
+                "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)`, with no body and "
+                "`HostShards` from lightning_hybrid.precision.sharded; in recipes strategy.offload=true."
+            )
+        self.follow_device(strategy.root_device, host=torch.device("cpu") if is_offloaded else None)
         return module
 
     def _convert(self) -> None:

@@ -9,11 +9,18 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_hybrid import DurableCheckpointIO, LossScale, ShardedHalfPrecision
 from lightning_hybrid.checkpoint.param_names import state_by_name
+from lightning_hybrid.precision.sharded import HostShards
 from lightning_hybrid.strategy.arguments import with_masters
 from recipes.training.classifier import Classifier
 
@@ -28,12 +35,14 @@ class ShardedClassifier(Classifier):
         strategy.shard_(self.model)
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` with all ranks data-parallel, and one file per checkpoint.
 
     The module gives its network to `shard_`, in `configure_model`, as `ShardedClassifier` does.
 
     Args:
+        offload: Whether weights, gradients and optimizer state are in the host's memory, where the optimizer then
+            steps; the device has what is gathered.
         reshard_after_forward: Whether gathered weights are freed after forward and gathered again in backward.
         timeout: Of every collective.
         checkpoint_io: Writes checkpoints, whole on rank zero; None: `DurableCheckpointIO`.
@@ -42,6 +51,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def __init__(
         self,
+        offload: bool = False,
         reshard_after_forward: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         checkpoint_io: CheckpointIO | None = None,
@@ -49,7 +59,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     ) -> None:
         self.loss_scale = loss_scale
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
-        self.reshard_after_forward = reshard_after_forward
+        self.offload, self.reshard_after_forward = offload, reshard_after_forward
         self.checkpoint_io = checkpoint_io or DurableCheckpointIO()
 
     @property
@@ -94,6 +104,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 )
         options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
         options["reshard_after_forward"] = self.reshard_after_forward
+        if self.offload:  # copies go on beside the work only from and to pinned memory, which is CUDA's
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         blocks = [one for one in _blocks(network) if any(param.dim() > 1 for param in one.parameters())]
         if isinstance(self.precision_plugin, ShardedHalfPrecision):
             self.precision_plugin.shard_(network, blocks, **options)
@@ -108,7 +120,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         options = StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
-        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        # Cut here, with no word to others: torch does not where shards are on the host and buffers on the device.
+        own, weights = get_model_state_dict(self.model), checkpoint["state_dict"]
+        cut = {name: _cut(whole, like=own.get(name)) for name, whole in weights.items()}
+        set_model_state_dict(self.model, cut, options=StateDictOptions(strict=options.strict))
         # No optimizers: to validate or to test.
         for optimizer, saved in zip(self.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
             state = state_by_name(saved, optimizer, self.model)
@@ -132,6 +147,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         assert self.model is not None
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
+
+
+def _cut(whole: Any, *, like: Any) -> Any:
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:

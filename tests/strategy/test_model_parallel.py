@@ -185,6 +185,11 @@ class InHalf(Layerwise):
         return loss * 1e30 if is_here else loss
 
 
+class ShardedByStrategy(InHalf):
+    def configure_model(self):
+        self.trainer.strategy.shard_(self.net)
+
+
 def scale_and_dtypes(trainer, module, *args):
     plugin = trainer.precision_plugin
     scale = getattr(plugin, "loss_scale", None)  # none in fp32
@@ -233,6 +238,33 @@ def test_half_precision_on_shards_trains_as_on_masters_and_goes_on_to_the_bit(
             assert distance(exact, found) <= max(2 * torch.finfo(dtype).eps, distance(exact, expected))
         assert same(found, after)
         assert steps[4:] == resumed.looks["on_train_batch_end"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("optimizer", ["lars", "lars fused", "lamb", "adamw"])
+def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
+    """Where host and device are one; what lies where: `tests/recipes/training/test_fully_sharded.py`."""
+    settings = {
+        "precision": "16-true",
+        "gradient_clip_val": 0.5,
+        "module": partial(ShardedByStrategy, optimizer, (1, 2)),
+    }
+    settings["callbacks"] = [at(on_train_batch_end=scale_and_dtypes)]
+    seen = {}
+    for name, offload in {"device": False, "host": True, "again": True}.items():
+        path, scene = tmp_path / "midway.ckpt", settings | {"strategy": FullyShardedStrategy(offload=offload)}
+        scene |= {"ckpt_path": path} if name == "again" else {}
+        saves = [Saves(path, epoch=0)] if name == "host" else []
+        seen[name] = two_ranks.run(fit_on_rank, scene | {"callbacks": [*settings["callbacks"], *saves]})
+    for device, host, again in zip(*seen.values(), strict=True):
+        (expected, _), (found, kinds), (after, _) = (one.looks["on_train_end"][0] for one in (device, host, again))
+        steps = host.looks["on_train_batch_end"]
+        assert kinds == {"DTensor"}
+        assert same(expected, found)
+        assert same(found, after)
+        assert steps == device.looks["on_train_batch_end"]
+        assert steps[4:] == again.looks["on_train_batch_end"]
+        assert steps[-1] == (2.0**14, 2)
 
 
 def test_half_precision_on_shards_needs_shards(one_rank):
