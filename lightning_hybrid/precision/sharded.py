@@ -113,7 +113,7 @@ class ShardedHalfMixin(MasterWeightMixin):
         if is_offloaded and not (isinstance(strategy, HostShards) and strategy.offload):
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) moves shards to the device, and those of an `offload_policy` "
-                "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)`, with no body and "
+                "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)` of no body, with "
                 "`HostShards` from lightning_hybrid.precision.sharded; in recipes strategy.offload=true."
             )
         self.follow_device(strategy.root_device, host=torch.device("cpu") if is_offloaded else None)

@@ -69,7 +69,7 @@ class StandIn(CPUAccelerator):
 
 
 class Memories(TorchDispatchMode):
-    """Counts the device's bytes, refuses its numbers beside the host's tensors, and answers what the host reads by 0."""
+    """Counts the device's bytes, refuses its numbers beside the host's tensors, and answers 0 where the host reads."""
 
     def __init__(self):
         super().__init__()
