@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.flavours.fabric import HybridAllReduceStrategy as FabricStrategy
+from lightning_hybrid.precision.sharded import HostShards
 from recipes.gpu.fits import Small, apart, loader, trainer_for
 from recipes.gpu.runner import Details, Given, NotHere
 from recipes.gpu.worlds import KnownSums, layout, run_world
@@ -53,14 +54,28 @@ class Sliced(Plain):
 class Sharded(Plain):
     """FSDP2: parameters are shards of DTensors."""
 
+    offloads = False
+
     def configure_model(self) -> None:
         """Shard the network over all ranks."""
         self.net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offloads else OffloadPolicy()
+        fully_shard(self.net, mesh=mesh, offload_policy=policy)
 
     def on_train_end(self) -> None:
         """Gather the weights, while they are where their groups send."""
         self.whole = {name: weight.full_tensor() for name, weight in self.named_parameters()}  # type: ignore[attr-defined]
+
+
+class Offloaded(Sharded):
+    """FSDP2 whose shards, gradients and optimizer state are on the host."""
+
+    offloads = True
+
+
+class Offloading(HostShards, ModelParallelStrategy):
+    """The strategy for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +129,9 @@ FEATURES: dict[str, Feature] = {
     "pipeline_1f1b": _STAGES(options={**_STAGED, "schedule": "1f1b"}),
     "pipeline_interleaved": _STAGES(options={**_STAGED, "schedule": "interleaved"}),
     "fsdp2": Feature(promise="FSDP2", strategy=ModelParallelStrategy, module=Sharded, precision="32-true"),
+    "fsdp2_offload": Feature(
+        promise="FSDP2 on the host's memory", strategy=Offloading, module=Offloaded, precision="32-true"
+    ),
     "fabric": Feature(promise="Fabric", strategy=FabricStrategy, by_gloo=True),
 }
 
@@ -150,7 +168,7 @@ def _trained(
 ) -> Details:
     """Fit on each rank with other images; all stages of a pipeline read the same."""
     options = {**feature.options, "process_group_backend": backend, "timeout": _timeout(given)}
-    if feature.strategy is ModelParallelStrategy:
+    if issubclass(feature.strategy, ModelParallelStrategy):
         options |= {"data_parallel_size": num_ranks, "tensor_parallel_size": 1}
     else:
         options["ranks_per_node"] = num_ranks // feature.num_nodes

@@ -104,7 +104,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
                 )
         options: dict[str, Any] = {"mesh": self.device_mesh["data_parallel"]}
         options["reshard_after_forward"] = self.reshard_after_forward
-        if self.offload:  # copies go on beside the work only from and to pinned memory, which is CUDA's
+        if self.offload:  # copies overlap the work only from and to pinned memory, which is CUDA's
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         blocks = [one for one in _blocks(network) if any(param.dim() > 1 for param in one.parameters())]
         if isinstance(self.precision_plugin, ShardedHalfPrecision):
