@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -207,6 +208,8 @@ def _shut_clients_of(address: str) -> None:
     # Those of this process: torch has no way to end the wait of a store's client.
     host, _, port = address.rpartition(":")
     for name in os.listdir("/proc/self/fd"):
+        if not Path(f"/proc/self/fd/{name}").is_socket():
+            continue
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # the copy's number stays what it is
             if one.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
                 one.shutdown(socket.SHUT_RDWR)
