@@ -154,7 +154,8 @@ def test_it_listens_on_one_address_alone(hosts):
 
 
 def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
-    ranks = [hosts(name, local=local, ranks_per_host=2, max_hosts=2) for name in "ab" for local in (0, 1)]
+    ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
+    ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
     hosts.enter(*ranks)
     ranks[1].end_view("no groups")  # it waits for the first rank of its host, and that in a group for it
     wait_until(lambda: len(hosts.changes) == 4)
