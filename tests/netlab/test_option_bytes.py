@@ -143,7 +143,8 @@ def take_turns(trainer, module, batch, batch_idx):
 def seconds_of_steps():
     """Medians: steps that wait for the gather at once, its own time there, and steps that wait in forward."""
     looks = at(on_train_batch_start=take_turns)
-    times_s, (gathers_s, *_) = zip(*fit_of_deep(Slow, looks, shard_update="world").looks["on_train_batch_start"])
+    seen = fit_of_deep(Slow, looks, shard_update="world")
+    times_s, (gathers_s, *_) = zip(*seen.looks["on_train_batch_start"], strict=True)
     steps_s = [after - before for before, after in itertools.pairwise(times_s)]
     # The gather before the first of three was of the other kind, and the first three compare what they submit.
     at_once, late = ([i for i in range(3, NUM_BATCHES - 1) if i % 3 and i // 3 % 2 == turn] for turn in (0, 1))
