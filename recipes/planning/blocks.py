@@ -114,7 +114,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             for tensor in tensors[1:]:
                 uses.use(tensor)
 
-        own = getattr(shadow, "pipeline_blocks", list)()
+        own: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
         handles = [
             module.register_forward_pre_hook(lambda module, args, name=name: begin(name, module, args))
             for name, module in list(_named(own, shadow) if own else units(shadow)) or [("", shadow)]

@@ -59,7 +59,7 @@ def most_since_last(*_: Any) -> int:
 
 
 def peak_of_a_step(scope: str) -> int:
-    """The least over steps after the first two, of this rank."""
+    """The lesser of the second and the third step, of this rank."""
     options = {"precision": PRECISION, "comm": Comm(tune="off"), "ranks_per_node": 1, "max_epochs": 1}
     options |= {"train": DataLoader(torch.zeros(NUM_STEPS, 1)), "use_distributed_sampler": False}
     fit(None, Masked, callbacks=at(on_train_batch_start=most_since_last), shard_update=scope, **options)  # imports

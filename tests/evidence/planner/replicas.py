@@ -1,6 +1,6 @@
 """Steps of stages with replicas of their own, predicted and run.
 
-    python -m tests.evidence.planner.replicas 1 5       the milliseconds below, and five times as many
+    python -m tests.evidence.planner.replicas 1 5       the milliseconds below, and five times as many (the default)
 
 A rank that wakes late does so once a task, however long that is: what longer tasks take off the ratio is the machine's
 part of it, and what stays is the model's.
@@ -28,7 +28,7 @@ PLANS = (  # replicas, milliseconds of a forward in each stage; backward takes t
 def main() -> None:
     """Run each plan on Gloo ranks of this host."""
     rows, pool = [], RankPool(num_ranks=4)
-    for (replicas, once_ms), times in itertools.product(PLANS, map(int, sys.argv[1:] or ["1"])):
+    for (replicas, once_ms), times in itertools.product(PLANS, map(int, sys.argv[1:] or ["5"])):
         forwards_ms = tuple(times * each for each in once_ms)
         loads = [StageLoad(forward_s=each / 1000, backward_s=each / 500) for each in forwards_ms]
         predicted_s = pipeline_step_s(simulate_pipeline(replicated_tasks(replicas, NUM_MICRO), loads), loads)
