@@ -89,10 +89,10 @@ class MasterStep:
             # A manual loop steps inside of `training_step`, and so of its autocast.
             with self._masters.swapped_in(optimizer), torch.autocast(self._device.type, enabled=False):
                 yield pairs
-            if self._masters.gather_ is not None:
-                self._masters.gather_(pairs, [pair.low for pair in pairs])
             for pair in pairs:
                 pair.mark_clean()
+            if self._masters.gather_ is not None:  # last: to look at a weight would wait for it
+                self._masters.gather_(pairs, [pair.low for pair in pairs])
         finally:
             self.is_running = False
             # The low tensor has the gradient: a second reference would keep its memory beyond `zero_grad`.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from lightning_hybrid.pipeline.shapes import as_arguments
 from recipes.planning.activations import LiveBytes, example_of, meta_step
 
 BATCH = 8  # images on the meta device: what does not depend on the batch is a small part of what is counted
@@ -17,14 +18,15 @@ BATCH = 8  # images on the meta device: what does not depend on the batch is a s
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive modules between two places at which a single tensor goes on.
+    """Consecutive modules between two places at which a pipeline may be cut.
 
     Args:
         name: The first of them.
         numels: Elements of each parameter.
         forward_flops: Of one image's forward.
-        input_bytes: Of one image, of the tensor that comes in: what a pipeline sends to a stage that begins here.
+        input_bytes: Of one image, of what comes in: what a pipeline sends to a stage that begins here.
         kept_bytes: Of one image, what forward keeps for backward.
+        num_tied: Elements of parameters that an earlier block has too: another stage holds them once more.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Block:
     forward_flops: int
     input_bytes: float
     kept_bytes: float
+    num_tied: int = 0
 
 
 @dataclass(kw_only=True)
@@ -81,9 +84,10 @@ class _Uses(LiveBytes):
 def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = "16-true") -> list[Block]:
     """Return the blocks in the order in which forward runs them.
 
-    Modules are looked at that are no `nn.Sequential`, in which their children are. Between two of them is a place for a
-    cut where nothing but one tensor goes on: not inside a residual block, nor inside a shortcut of the network's own,
-    nor between two uses of one parameter.
+    They are the network's own `pipeline_blocks()`, as for a run. Without, modules are looked at that are no
+    `nn.Sequential`, in which their children are. Between two of them is a place for a cut where nothing but one tensor
+    goes on: not inside a residual block, nor inside a shortcut of the network's own, nor between two uses of one
+    parameter.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Sequential(nn.Flatten(), nn.Linear(128, 2)))
     >>> [(block.name, sum(block.numels), block.forward_flops) for block in blocks_of(net, (3, 4, 4))]
@@ -101,7 +105,7 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
                     name=name,
                     module=module,
                     address=first.untyped_storage()._cdata,
-                    input_bytes=first.nbytes,
+                    input_bytes=sum(tensor.nbytes for tensor in tensors),
                     flops=uses.flops,
                     live=uses.now,
                     is_cut=len(tensors) == 1,
@@ -110,30 +114,37 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
             for tensor in tensors[1:]:
                 uses.use(tensor)
 
+        own: list[nn.Module] = getattr(shadow, "pipeline_blocks", list)()
         handles = [
             module.register_forward_pre_hook(lambda module, args, name=name: begin(name, module, args))
-            for name, module in list(_units(shadow)) or [("", shadow)]
+            for name, module in list(_named(own, shadow) if own else units(shadow)) or [("", shadow)]
         ]
         with uses:
             uses.use(next(iter(tree_iter(images))))
-            logits = shadow(images)
+            logits = images
+            for module in own or [shadow]:
+                logits = module(*as_arguments(logits)) if own else module(logits)
         end = _Mark(name="", module=shadow, address=0, input_bytes=0, flops=uses.flops, live=uses.now)
         del logits
         for handle in handles:
             handle.remove()
-    places = [mark for index, mark in enumerate(uses.marks) if mark.is_cut or index == 0] + [end]
+    places = [mark for index, mark in enumerate(uses.marks) if own or mark.is_cut or index == 0] + [end]
     # Parameters that belong to none of the modules are counted in the first block.
     left = {id(parameter): parameter.numel() for parameter in shadow.parameters()}
+    tied = [sum(p.numel() for p in mark.module.parameters()) for mark in uses.marks]
     of_mark = [[left.pop(id(p)) for p in mark.module.parameters() if id(p) in left] for mark in uses.marks]
+    tied = [total - sum(numels) for total, numels in zip(tied, of_mark, strict=True)] if own else [0] * len(tied)
     of_mark[0] += left.values()
     found: list[Block] = []
-    inside = zip([*uses.marks, end], [*of_mark, []], strict=True)
-    mark, own = next(inside)
+    inside = zip([*uses.marks, end], [*of_mark, []], [*tied, 0], strict=True)
+    mark, of_module, more = next(inside)
     for first, after in itertools.pairwise(places):
         numels: list[int] = []
+        num_tied = 0
         while mark is not after:
-            numels += own
-            mark, own = next(inside)
+            numels += of_module
+            num_tied += more
+            mark, of_module, more = next(inside)
         found.append(
             Block(
                 name=first.name,
@@ -141,16 +152,24 @@ def blocks_of(model: nn.Module, image_shape: Sequence[int], *, precision: str = 
                 forward_flops=(after.flops - first.flops) // BATCH,
                 input_bytes=first.input_bytes / BATCH,
                 kept_bytes=max(0.0, (after.live - first.live) / BATCH),
+                num_tied=num_tied,
             )
         )
     return found
 
 
-def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    # The children of the network, and in place of an nn.Sequential, or of an only child, its children.
+def _named(blocks: Sequence[nn.Module], network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # By the first module in a block that the network itself has.
+    names = {id(module): name for name, module in network.named_modules()}
+    for index, block in enumerate(blocks):
+        yield next((names[id(one)] for one in block.modules() if id(one) in names), f"block {index}"), block
+
+
+def units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of the network, and in place of an `nn.Sequential`, or of an only child, its children."""
     children = dict(module.named_children())
     for name, child in children.items():
         if isinstance(child, nn.Sequential) or (len(children) == 1 and list(child.children())):
-            yield from _units(child, f"{prefix}{name}.")
+            yield from units(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

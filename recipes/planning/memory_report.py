@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
 from recipes.cli.markdown import markdown_table
 from recipes.planning.activations import has_checkpointing, step_bytes, tracked_bytes, with_checkpointing
-from recipes.planning.blocks import Block, blocks_of
+from recipes.planning.blocks import Block, blocks_of, units
 from recipes.planning.estimates.memory import (
     HALF_PRECISIONS,
     USABLE_SHARE,
@@ -86,7 +87,7 @@ class MemoryReport:
             numels=[numel for block in blocks for numel in block.numels],
             ranks_per_node=cluster.ranks_per_node,
             world_size=cluster.world_size,
-            largest_block=max(sum(block.numels) for block in blocks),
+            largest_block=max(sum(map(torch.numel, one.parameters())) for _, one in [*units(model)] or [("", model)]),
             forward_s=scenario.work().forward_s,
             gather_s=cluster.of(1).alone_s("flat", weight_bytes) / 2,
             gather_all_s=cluster.alone_s("flat", weight_bytes) / 2,

@@ -133,7 +133,9 @@ class _Pipeline:
         forwards_s = [FORWARD_SHARE * image_s * images * block.forward_flops / flops for block in self.blocks]
         backwards_s = [(1 / FORWARD_SHARE - 1 + self.recomputes) * forward_s for forward_s in forwards_s]
         kept = [images * (block.input_bytes if self.recomputes else block.kept_bytes) for block in self.blocks]
-        held = [self.state.per_parameter() * sum(block.numels) for block in self.blocks]
+        # A weight that blocks share is held by each of their stages, which add up its gradients once a step.
+        num_held = [sum(block.numels) + block.num_tied for block in self.blocks]
+        held = [self.state.per_parameter() * numel for numel in num_held]
         one = StageLoad(forward_s=0.0, backward_s=0.0, kept_bytes=1.0)
         # With one stage a rank the cuts heed memory; with several, the rank's sum is checked afterwards.
         alive = [int(most_kept_bytes(tasks, [one] * num_stages)) for tasks in order] * per_rank
@@ -153,12 +155,14 @@ class _Pipeline:
                 kept_bytes=sum(kept[a:b]),
                 gradient_s=group.alone_s(
                     scenario.algorithm or "flat",
-                    scenario.itemsize * sum(sum(block.numels) for block in self.blocks[a:b]),
+                    scenario.itemsize * sum(num_held[a:b]),
                 ),
             )
             for a, b in parts
         ]
         tasks = simulate_pipeline(order, loads)
+        num_tied = sum(block.num_tied for block in self.blocks)
+        tied_s = near.seconds(scenario.itemsize * num_tied) if num_tied else 0.0
         # What a block computes again is alive next to the inputs; without it, the inputs are among what is kept.
         working = max(images * block.kept_bytes for block in self.blocks) if self.recomputes else 0.0
         rank_bytes = tuple(
@@ -177,7 +181,7 @@ class _Pipeline:
             num_microbatches=self.num_micro,
             recomputes=self.recomputes,
             first_blocks=tuple(self.blocks[cut].name for cut in cuts),
-            step_s=pipeline_step_s(tasks, loads) + scenario.update_s,
+            step_s=pipeline_step_s(tasks, loads) + tied_s + scenario.update_s,
             bubble=waiting_share(tasks),
             rank_bytes=rank_bytes,
             sent_bytes=tuple(self.num_micro * images * self.blocks[cut].input_bytes for cut in cuts),

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.precision.write_tracking import mark_clean
 
+# Attributes that have nothing of a weight's values and do not lead to its memory: `zero_grad`, for one, reads them.
+OF_NO_VALUE = {"grad", "requires_grad", "shape", "dtype", "device"}
+
 
 class LateGather(TorchFunctionMode):
     """Waits for a weight that is on its way as soon as a function of torch is given it, whatever code that is.
@@ -49,7 +52,7 @@ class LateGather(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `function`, once what it is given is there."""
-        if self._under_way:
+        if self._under_way and getattr(getattr(function, "__self__", None), "__name__", "") not in OF_NO_VALUE:
             given = (*args, *(kwargs or {}).values())
             lists = (one if isinstance(one, list | tuple) else (one,) for one in given)
             if keys := [id(value) for some in lists for value in some if id(value) in self._under_way]:

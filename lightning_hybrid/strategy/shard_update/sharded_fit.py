@@ -94,6 +94,8 @@ class ShardedFit:
             late.wait()  # for what no forward has read
         is_of_weights = all(tensor is pair.low for pair, tensor in zip(pairs, tensors, strict=True))
         self.exchange.gather_(pairs, tensors, late=late if is_of_weights else None)
+        for pair in pairs if is_of_weights and late is None else ():
+            pair.mark_clean()
 
     def _largest_gradient(self, parameters: Iterable[Tensor]) -> Tensor:
         # Gradients of others' parts may be this rank's own.

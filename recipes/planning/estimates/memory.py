@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybrid.checks import require_choice, require_whole
-from lightning_hybrid.placement import is_split
+from lightning_hybrid.placement import BLOCK, is_split
 
 HALF_PRECISIONS = ("16-true", "bf16-true")
 STATE_BYTES = {"sgd": 4, "lars": 4, "adamw": 8, "lamb": 8}
@@ -89,18 +89,18 @@ class StateBytes:
         return (4 + 4 + self.optimizer) / num_ranks
 
 
-def shared_share(numels: Sequence[int], num_ranks: int) -> float:
-    """Compute the part of masters and optimizer state that a rank holds where `num_ranks` of a node share them.
+def shared_share(numels: Sequence[int], num_ranks: int, *, is_world: bool = False) -> float:
+    """Compute the part of masters and optimizer state that a rank holds where `num_ranks` share them.
 
-        sigma / k + 1 - sigma          sigma -> share of elements in tensors of at least k parts
+        sigma / k + 1 - sigma          sigma -> share of elements in tensors of at least k parts, in the world of two
 
     Smaller tensors stay whole on each rank.
 
-    >>> shared_share([8 * 2**14], 8), shared_share([7 * 2**14], 8)
-    (0.125, 1.0)
+    >>> shared_share([8 * 2**14], 8), shared_share([7 * 2**14], 8), shared_share([7 * 2**14], 8, is_world=True)
+    (0.125, 1.0, 0.125)
     """
-    require_whole("num_ranks", num_ranks, "ranks of a node are counted")
-    split = sum(numel for numel in numels if is_split(numel, num_ranks))
+    require_whole("num_ranks", num_ranks, "ranks are counted")
+    split = sum(numel for numel in numels if is_split(numel, 2 if is_world else num_ranks, BLOCK))
     sigma = split / max(1, sum(numels))
     return sigma / num_ranks + 1 - sigma
 
@@ -153,7 +153,7 @@ class MemoryChoices:
         forward_s: Of a step: re-materialisation takes it once more.
         gather_s: Of all weights in a node, after a shared update.
         gather_all_s: Of all weights over all ranks: `fully_shard` gathers twice and scatters sums once, in the place of
-            an all-reduce, which is two of them.
+            an all-reduce, which is two of them. Of an update that all share it is behind forward, as far as that lasts.
     """
 
     states: Mapping[str, StateBytes]
@@ -168,39 +168,54 @@ class MemoryChoices:
     gather_all_s: float = 0.0
 
     def need(
-        self, precision: str, batch_size: int, *, again: bool = False, sharing: Literal["", "node", "fsdp2"] = ""
+        self,
+        precision: str,
+        batch_size: int,
+        *,
+        again: bool = False,
+        sharing: Literal["", "node", "world", "fsdp2"] = "",
     ) -> MemoryNeed:
         """Return what a rank needs with these."""
         state, total = self.states[precision], sum(self.numels)
         first, whole = self.activations[precision, again]
         slope = (whole - first) / max(1, self.batch_size - 1)
+        activation_bytes = whole - slope * (self.batch_size - batch_size)
         bytes_each = state.per_parameter()
         if sharing == "node":
             bytes_each = state.per_parameter(state_share=shared_share(self.numels, self.ranks_per_node))
+        elif sharing == "world":
+            share = shared_share(self.numels, self.world_size, is_world=True)
+            # Weights on their way go as activations come: what counts is the larger of the two.
+            bytes_each = state.per_parameter(state_share=share) + max(
+                0.0, state.weights - activation_bytes / max(1, total)
+            )
         elif sharing:
             # Two blocks gathered in half precision, this one and the next, and the gradients of this one.
             bytes_each = state.fully_sharded(self.world_size) + 3 * 2 * self.largest_block / max(1, total)
         settings = {
             f"precision={precision}": precision != next(iter(self.states)),
             f"batch_size_per_rank={batch_size}": batch_size != self.batch_size,
-            "strategy.shard_update=node": sharing == "node",
+            f"strategy.shard_update={sharing}": sharing in ("node", "world"),
             "strategy=fsdp2": sharing == "fsdp2",
             "model.checkpoint_activations=true": again,
         }
+        extra_s = {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}
+        extra_s["world"] = max(0.0, self.gather_all_s - self.forward_s)
         return MemoryNeed(
             settings=tuple(name for name, is_on in settings.items() if is_on),
             state_bytes=bytes_each * total,
-            activation_bytes=whole - slope * (self.batch_size - batch_size),
+            activation_bytes=activation_bytes,
             batch_size=batch_size,
             kind=(precision, again),
-            extra_s=again * self.forward_s + {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}[sharing],
+            extra_s=again * self.forward_s + extra_s[sharing],
         )
 
     def needs(self) -> list[MemoryNeed]:
         """Return all combinations: what was asked for first, then by number of settings, time and size of batches."""
         sizes = [self.batch_size >> halvings for halvings in range(self.batch_size.bit_length())]
         sizes = [size for size in sizes if self.batch_size % size == 0]
-        sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *(["fsdp2"] if self.world_size > 1 else [])]
+        of_all = ["world", "fsdp2"] if self.world_size > 1 else []
+        sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *of_all]
         found = [
             self.need(precision, size, again=again, sharing=sharing)  # type: ignore[arg-type]
             for (precision, again), size, sharing in itertools.product(self.activations, sizes, sharings)

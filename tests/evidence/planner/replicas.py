@@ -1,5 +1,13 @@
-"""Steps of stages with replicas of their own, predicted and run: `python -m tests.evidence.planner.replicas`."""
+"""Steps of stages with replicas of their own, predicted and run.
 
+    python -m tests.evidence.planner.replicas 1 5       the milliseconds below, and five times as many (the default)
+
+A rank that wakes late does so once a task, however long that is: what longer tasks take off the ratio is the machine's
+part of it, and what stays is the model's.
+"""
+
+import itertools
+import sys
 from statistics import median
 
 from recipes.cli.markdown import markdown_table
@@ -20,10 +28,11 @@ PLANS = (  # replicas, milliseconds of a forward in each stage; backward takes t
 def main() -> None:
     """Run each plan on Gloo ranks of this host."""
     rows, pool = [], RankPool(num_ranks=4)
-    for replicas, forwards_ms in PLANS:
+    for (replicas, once_ms), times in itertools.product(PLANS, map(int, sys.argv[1:] or ["5"])):
+        forwards_ms = tuple(times * each for each in once_ms)
         loads = [StageLoad(forward_s=each / 1000, backward_s=each / 500) for each in forwards_ms]
         predicted_s = pipeline_step_s(simulate_pipeline(replicated_tasks(replicas, NUM_MICRO), loads), loads)
-        found = pool.ranks(sum(replicas)).run(step_on_rank, replicas, NUM_MICRO, loads, NUM_STEPS)
+        found = pool.ranks(sum(replicas)).run(step_on_rank, replicas, NUM_MICRO, loads, NUM_STEPS, timeout_s=500.0)
         steps_s = sorted(map(max, zip(*(each for each, _ in found), strict=True)))
         middle_s = median(steps_s)
         numbers = [f"{predicted_s:.3f}", f"{middle_s:.3f}", f"{steps_s[0]:.3f} to {steps_s[-1]:.3f}"]

@@ -241,6 +241,26 @@ def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent(
     assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
 
 
+def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_hold_it():
+    """All hidden states cross a cut, and between both stages the embedding's gradient once a step."""
+    pytest.importorskip("transformers")
+    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with WithoutValues():
+        network = Bert(**small, intermediate_size=256)
+    blocks = blocks_of(network, (64,))
+    layers = [f"network.bert.encoder.layer.{index}" for index in range(2)]
+    assert [block.name for block in blocks] == ["network.bert.embeddings", *layers, "network.cls"]
+    assert [block.num_tied for block in blocks] == [0, 0, 0, 64_000]
+    assert sum(sum(block.numels) for block in blocks) == sum(map(torch.numel, network.parameters()))
+    assert [block.input_bytes for block in blocks[1:]] == [64 * 64 * 2 + 9 * 8] * 3  # and the masked positions
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6))
+    found = scenario(cluster=two, batch_size_per_rank=1)
+    best, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    apart, *_ = pipeline_choices(found, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None)
+    assert best.step_s - apart.step_s == pytest.approx(2 * 64_000 / 1e6)
+    assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(STATE.per_parameter() * 64_000)
+
+
 def test_the_answer_orders_what_to_try(monkeypatch):
     ask = ["num_nodes=2", "search=null", "scaling_ranks=[]", "batch_size_per_rank=512"]
     found = reported(monkeypatch, *ask)
@@ -248,6 +268,7 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     tried = re.findall(r"([\w.=]+) \(saves ([\d.]+) GB, (no|[\d.]+%) more time(, fits)?\)", found.answer())
     assert [(name, bool(fits)) for name, _, _, fits in tried] == [
         ("batch_size_per_rank=256", True),
+        ("strategy.shard_update=world", False),
         ("strategy=fsdp2", False),
         ("strategy.shard_update=node", False),
         ("model.checkpoint_activations=true", True),
@@ -285,6 +306,7 @@ def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
     ask += ["model=bert_base", "precision=32-true", "cluster.gpu_memory_bytes=2e7", "track_memory=true"]
     found = reported(monkeypatch, *ask, "search=null", "scaling_ranks=[]").memory
     kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true strategy=fsdp2"
+    kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
     assert {need.settings[0] for need in found.alone} == set(kinds.split())
     assert found.fitting
     for need in (found.asked, *found.alone, *found.fitting):

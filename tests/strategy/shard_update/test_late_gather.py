@@ -6,6 +6,8 @@ from torch import nn
 
 from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather, is_compiled
+from tests.scenes import at
+from tests.strategy.shard_update.shared import fit, sgd
 
 
 class Brings:
@@ -40,6 +42,29 @@ def test_who_reads_a_weight_waits_for_it(reader):
         assert [future.is_done for future in futures] == [True, True, False]
         late.wait()
         assert futures[2].is_done
+
+
+def test_who_asks_for_what_is_not_its_value_does_not_wait():
+    module = nn.Linear(3, 3)
+    future = Brings(module.weight)
+    with LateGather(CommTrace()) as late:
+        late.add(future, [module.weight])
+        module.zero_grad()
+        assert module.weight.requires_grad
+        assert module.weight.shape == (3, 3)
+        assert not future.is_done
+
+
+def num_under_way(trainer, module, *args):
+    return len(trainer.strategy._extensions.made[0]._parts._late._under_way)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_no_part_of_a_step_waits_for_the_weights_that_it_asks_for(two_ranks, precision):
+    options = {"ranks_per_node": 1, "callbacks": [at(on_train_batch_end=num_under_way)]}
+    for seen in fit(two_ranks, sgd, precision, "world", num=2, **options):
+        # All that have several blocks, and the convolution.
+        assert seen.looks["on_train_batch_end"] == [4, 4]
 
 
 def test_a_compiled_part_of_a_module_is_found():
