@@ -174,7 +174,8 @@ class MemoryReport:
         return f"{' '.join(need.settings)} ({_gb(need.total_bytes)} GB, {self._time(need)})"
 
     def _time(self, need: MemoryNeed) -> str:
-        return f"{need.extra_s / self.step_s:.1%} more time" if need.extra_s else "no more time"
+        least = "at least " if any("offload" in each for each in need.settings) else ""  # the host's update
+        return f"{least}{need.extra_s / self.step_s:.1%} more time" if need.extra_s else "no more time"
 
     @property
     def num_parameters(self) -> int:

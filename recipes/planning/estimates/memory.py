@@ -27,6 +27,9 @@ REST_BYTES = 0.1
 USABLE_SHARE = 0.9
 """Of a device's memory; our choice. The rest is for its context, workspaces of convolutions and fragments."""
 
+HOST_LINK_BYTES_PER_S = 15.75e9
+"""Between a device and the host's memory, each way: PCI Express 3.0 with 16 lanes, the standard's rate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
@@ -173,7 +176,7 @@ class MemoryChoices:
         batch_size: int,
         *,
         again: bool = False,
-        sharing: Literal["", "node", "world", "fsdp2"] = "",
+        sharing: Literal["", "node", "world", "fsdp2", "host"] = "",
     ) -> MemoryNeed:
         """Return what a rank needs with these."""
         state, total = self.states[precision], sum(self.numels)
@@ -190,16 +193,20 @@ class MemoryChoices:
                 0.0, state.weights - activation_bytes / max(1, total)
             )
         elif sharing:
-            # Two blocks gathered in half precision, this one and the next, and the gradients of this one.
-            bytes_each = state.fully_sharded(self.world_size) + 3 * 2 * self.largest_block / max(1, total)
+            # Two blocks gathered, this one and the next, and the gradients of this one, which are sent in fp32.
+            bytes_each = (3 * state.weights + 4) * self.largest_block / max(1, total)
+            bytes_each += state.fully_sharded(self.world_size) if sharing == "fsdp2" else 0.0
         settings = {
             f"precision={precision}": precision != next(iter(self.states)),
             f"batch_size_per_rank={batch_size}": batch_size != self.batch_size,
             f"strategy.shard_update={sharing}": sharing in ("node", "world"),
             "strategy=fsdp2": sharing == "fsdp2",
+            "strategy=fsdp2 strategy.offload=true": sharing == "host",
             "model.checkpoint_activations=true": again,
         }
         extra_s = {"": 0.0, "node": self.gather_s, "fsdp2": self.gather_all_s}
+        # Each gather takes fp32 shards up, and gradients come down; what the host takes for the update is not known.
+        extra_s["host"] = self.gather_all_s + 3 * 4 * total / self.world_size / HOST_LINK_BYTES_PER_S
         extra_s["world"] = max(0.0, self.gather_all_s - self.forward_s)
         return MemoryNeed(
             settings=tuple(name for name, is_on in settings.items() if is_on),
@@ -215,7 +222,7 @@ class MemoryChoices:
         sizes = [self.batch_size >> halvings for halvings in range(self.batch_size.bit_length())]
         sizes = [size for size in sizes if self.batch_size % size == 0]
         of_all = ["world", "fsdp2"] if self.world_size > 1 else []
-        sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *of_all]
+        sharings = ["", *(["node"] if self.ranks_per_node > 1 else []), *of_all, "host"]
         found = [
             self.need(precision, size, again=again, sharing=sharing)  # type: ignore[arg-type]
             for (precision, again), size, sharing in itertools.product(self.activations, sizes, sharings)

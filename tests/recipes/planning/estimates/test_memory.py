@@ -8,7 +8,14 @@ import torch
 
 from lightning_hybrid.placement import BLOCK
 from recipes.networks.resnet import ResNet
-from recipes.planning.estimates.memory import USABLE_SHARE, MemoryChoices, MemoryNeed, StateBytes, shared_share
+from recipes.planning.estimates.memory import (
+    HOST_LINK_BYTES_PER_S,
+    USABLE_SHARE,
+    MemoryChoices,
+    MemoryNeed,
+    StateBytes,
+    shared_share,
+)
 from tests.checkout import ROOT
 
 RECORD = ROOT / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
@@ -86,8 +93,9 @@ def choices(**more):
 
 def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
     total, found = 100 * BLOCK, {need.settings: need for need in choices().needs()}
-    assert len(found) == 2 * 4 * 4 * 2  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
+    assert len(found) == 2 * 4 * 5 * 2  # precision, batches of 8, 4, 2, 1, sharing, re-materialisation
     node, again, all_ranks = "strategy.shard_update=node", "model.checkpoint_activations=true", "strategy=fsdp2"
+    host = "strategy=fsdp2 strategy.offload=true"
     world = "strategy.shard_update=world"  # its gather of 0.3 s is behind a forward of one
     expected = {
         (): (12.1 * total + 1e9, 0.0),
@@ -96,7 +104,9 @@ def test_each_list_needs_the_bytes_and_the_time_that_its_settings_do():
         (node,): (9.1 * total + 1e9, 0.1),
         (world,): (8.6 * total + 1e9, 0.0),
         (again,): (12.1 * total + 3.4e8, 1.0),
-        (all_ranks,): ((4 + 4 + 4) / 8 * total + 6e6 + 1e9, 0.3),
+        (all_ranks,): ((4 + 4 + 4) / 8 * total + 16e6 + 1e9, 0.3),
+        (host,): (16e6 + 1e9, 0.3 + 12 * total / 8 / HOST_LINK_BYTES_PER_S),
+        ("precision=16-true", host): (10e6 + 5.5e8, 0.3 + 12 * total / 8 / HOST_LINK_BYTES_PER_S),
         ("precision=16-true", "batch_size_per_rank=4", node, again): (6.1 * total + 1e8 * (1 + 3 / 7), 1.1),
     }
     for settings, (num_bytes, extra_s) in expected.items():
@@ -112,9 +122,10 @@ def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_se
     room = (12.1 * 100 * BLOCK + 6.5e8) / USABLE_SHARE
     found = [need.settings[0] for need in choices().alone(room)]
     # Neither of the first two takes time: half of 8 images save 4e8 bytes, half precision 4.5e8. Then a second saves
-    # 6.6e8, a tenth 4.9e6, three tenths 1.1e7. Where all share, 5.7e6 bytes cost nothing.
+    # 6.6e8, a tenth 4.9e6, three tenths 1.4e6, on the host 3.8e6. Where all share, 5.7e6 bytes cost nothing.
     first = ["precision=16-true", "batch_size_per_rank=4", "strategy.shard_update=world"]
-    assert found == [*first, "model.checkpoint_activations=true", "strategy.shard_update=node", "strategy=fsdp2"]
+    of_all = ["strategy=fsdp2 strategy.offload=true", "strategy=fsdp2"]
+    assert found == [*first, "model.checkpoint_activations=true", "strategy.shard_update=node", *of_all]
     fitting = [need for need in choices().needs() if need.fits(room)]
     assert [need.settings for need in fitting[:2]] == [("precision=16-true",), ("batch_size_per_rank=4",)]
     assert [len(need.settings) for need in fitting] == sorted(len(need.settings) for need in fitting)
@@ -122,8 +133,8 @@ def test_what_to_try_alone_comes_by_its_time_for_what_it_saves_and_the_fewest_se
 
 
 def test_what_there_is_nothing_to_share_with_is_not_tried_and_a_tenth_of_the_device_stays_free():
-    of_all = [("strategy.shard_update=world",), ("strategy=fsdp2",)]
-    for world_size, expected in ((1, [()]), (2, [(), *of_all])):
+    of_all, host = [("strategy.shard_update=world",), ("strategy=fsdp2",)], ("strategy=fsdp2 strategy.offload=true",)
+    for world_size, expected in ((1, [(), host]), (2, [(), *of_all, host])):
         alone = choices(activations={("32-true", False): (1.0, 1.0)}, ranks_per_node=1, batch_size=1)
         needs = replace(alone, world_size=world_size).needs()
         assert [need.settings for need in needs] == expected
