@@ -171,15 +171,13 @@ class MicrobatchMixin(_Base):
     _agree_on_overflow: tuple[Callable[[Tensor], Tensor], ...] = ()
     _has_stages = False
 
-    def connect_stages(
-        self, agree_on_overflow: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False
-    ) -> None:
+    def connect_stages(self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False) -> None:
         """Take what makes the verdicts of all stages one: 0-dim fp32 in, the largest of all stages out; None: alone.
 
         Several are called one after the other: of the stages of a pipeline, and of the slices of a stage.
         """
-        agree = () if agree_on_overflow is None else (*self._agree_on_overflow, agree_on_overflow)
-        self._agree_on_overflow, self._has_stages = agree, bool(agree) and (self._has_stages or not is_of_slices)
+        self._agree_on_overflow = () if agree is None else (*self._agree_on_overflow, agree)
+        self._has_stages = agree is not None and (self._has_stages or not is_of_slices)
 
     def begin_microbatches(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Make `p.grad` ready for the backward passes of a step; return the loss scale, None where there is none."""
