@@ -172,7 +172,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         shard_update="node" if "shard_update" in options["with"] else "off",
         **ways,
     )
-    if host == part.get("spoilt"):
+    if host in part.get("spoilt", ""):
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]

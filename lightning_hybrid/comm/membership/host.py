@@ -105,7 +105,7 @@ class Host(SocketThread):
         return self._peers[host]
 
     def _connect(self, address: str, peer: str, place: int) -> Connection:
-        connection = self.open(socket.socket, address)
+        connection = self.open(socket.socket(), address)
         connection.trust(peer or address, partial(self._answered, place), partial(self._has_closed, peer, place))
         connection.send(kind="hello", token=self._settings.token, key=self.key)
         return connection

@@ -74,7 +74,7 @@ class Follower(SocketThread):
             except OSError:  # it has not started yet
                 sock.close()
                 return
-            self._first, self._seen_s = self.open(lambda: sock), now
+            self._first, self._seen_s = self.open(sock), now
             self._first.trust("the first rank", self._hear, self._has_closed)
             self._first.send(kind="hello", local=self._settings.local)
         elif self._first:
@@ -145,10 +145,6 @@ class Membership:
             return self._view
 
     enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
-
-    def fds(self) -> set[int]:
-        """Return the numbers of the sockets of this object."""
-        return self._part.fds()
 
     def say_goodbye(self) -> None:
         """Tell the others that this rank ends as planned; closed sockets are no loss then."""

@@ -119,7 +119,6 @@ class Views:
             number=view.number,
             timeout=self._timeout,
             device=self._engine.device,
-            spared=self._membership.fds,
         )
         with self._lock:  # who ends the view from here on finds them
             self.groups, ended = groups, self.ended
