@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages, joined
@@ -134,7 +135,7 @@ def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
 
     def seen_of(name, how, **scene):
         scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
-        found = fit(four_ranks, module, **in_stages(**scene))
+        found = fit(four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)]))
         saved = torch.load(tmp_path / name, weights_only=True)
         of_pipelines = found[0].num_skipped, joined(found[:2])  # the first has optimizer state whole
         assert same(of_pipelines[1], joined(found[2:])) == (how is whole)

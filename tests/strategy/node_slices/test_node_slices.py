@@ -129,7 +129,7 @@ def test_a_compiled_network_trains_as_one_that_is_not(two_ranks):
     [
         (lars, "16-true", 2, {}),
         pytest.param(sgd, "32-true", 2, {}, marks=LONG),
-        pytest.param(sliced.lamb, "16-true", 4, {"shard_update": "node", **TWO}, marks=LONG),
+        *[pytest.param(sliced.lamb, "16-true", 4, {"shard_update": on} | TWO, marks=LONG) for on in ("node", "world")],
     ],
 )
 def test_a_checkpoint_is_whole_and_a_run_goes_on_to_the_bit(
