@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid import Comm
 from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
@@ -92,6 +93,8 @@ def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, fo
 class Wide(Overflows, WithLars):
     """Both stages have tensors of several blocks, of which data ranks that share the update have parts."""
 
+    options = WithLars.options | {"fused": True}
+
     def __init__(self, at=0, is_to_overflow=False):
         super().__init__(at)
         self.is_to_overflow, ends = is_to_overflow, (toy.NUM_FEATURES, 1500)
@@ -109,7 +112,7 @@ class Wide(Overflows, WithLars):
 class WideTied(Wide):
     """The first layer's weight is also that of the last stage."""
 
-    optimizer, options = LAMB, WithLamb.options
+    optimizer, options = LAMB, WithLamb.options | {"fused": True}
 
     def __init__(self):
         super().__init__()
@@ -120,13 +123,13 @@ NODE, WORLD = {"shard_update": "node"}, {"shard_update": "world", "ranks_per_nod
 SHARED = {
     "overflow": (partial(Wide, 5, True), "16-true", NODE),
     "clipped": (Wide, "32-true", NODE | {"gradient_clip_val": 0.01}),
-    "tied": (WideTied, "bf16-true", NODE),
+    "tied": (WideTied, "bf16-true", NODE | {"comm": Comm(algorithm="two_level", bucket_bytes=1 << 14)}),
     "world": (Wide, "16-true", WORLD | {"gradient_clip_val": 0.01, "schedule": "interleaved"}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SHARED)
 def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
     """With the same bits, in memory and in files, and a run goes on with and without."""
