@@ -70,7 +70,7 @@ class ViewGroups(CommGroups):
         self._aborting, self._stuck = threading.Lock(), list[str]()
         self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
         self._on_gloo: list[dist.ProcessGroup] = []
-        self._number, self._store_at, self._is_cut, self._cut_s = number, store, False, 0.0
+        self.number, self._store_at, self._is_cut, self._cut_s = number, store, False, 0.0
 
     def open(self) -> None:
         """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
@@ -92,7 +92,7 @@ class ViewGroups(CommGroups):
     def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
         # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
         torch_groups: Any = dist.distributed_c10d
-        rank, name = ranks.index(self.topology.rank), f"view {self._number}, {desc}, {ranks}"
+        rank, name = ranks.index(self.topology.rank), f"view {self.number}, {desc}, {ranks}"
         more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}

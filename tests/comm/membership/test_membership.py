@@ -26,7 +26,7 @@ class Hosts:
 
     def __call__(self, name: str, **more) -> Membership:
         options = {"local": 0, "ranks_per_host": 1, "min_hosts": 1, "max_hosts": 3, "token": "t", "wait_s": 10.0}
-        calls = {"on_change": lambda why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
+        calls = {"on_change": lambda _, why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
         made = Membership(host=name, meet=self.meet, **{**options, **calls, **more})
         self.made.append(made)
         return made
@@ -151,6 +151,15 @@ def test_it_listens_on_one_address_alone(hosts):
             if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listening.append(each.getsockname())
     assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted([hosts.meet[0], address_of(a.me.id)])
+
+
+def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
+    ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
+    ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
+    hosts.enter(*ranks)
+    ranks[1].end_view("no groups")  # it waits for the first rank of its host, and that in a group for it
+    wait_until(lambda: len(hosts.changes) == 4)
+    assert {why for _, why in hosts.changes} == {"no groups"}
 
 
 def test_a_forked_worker_does_not_hide_a_death(hosts):
