@@ -95,14 +95,14 @@ class Wide(Overflows, WithLars):
 
     options = WithLars.options | {"fused": True}
 
-    def __init__(self, at=0, is_to_overflow=False):
-        super().__init__(at)
+    def __init__(self, is_to_overflow=False):
+        super().__init__(0)
         self.is_to_overflow, ends = is_to_overflow, (toy.NUM_FEATURES, 1500)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layers = [nn.Linear(*ends), nn.LayerNorm(1500), nn.Tanh(), nn.Linear(*ends[::-1]), nn.Tanh()]
-            self.net = nn.Sequential(*layers, nn.Linear(*ends), nn.Linear(1500, toy.NUM_CLASSES))
-        self.net[at].register_full_backward_pre_hook(self.to_inf)
+            self.net = nn.Sequential(*layers, nn.Linear(*ends), nn.Linear(*ends[::-1]))
+        self.net[0].register_full_backward_pre_hook(self.to_inf)  # in the first stage alone
 
     def to_inf(self, module, gradients):
         is_second = self.trainer.fit_loop.total_batch_idx == 1  # also of a run that is resumed
@@ -110,18 +110,18 @@ class Wide(Overflows, WithLars):
 
 
 class WideTied(Wide):
-    """The first layer's weight is also that of the last stage."""
+    """A weight that is in both stages, in which data ranks have other parts of it."""
 
     optimizer, options = LAMB, WithLamb.options | {"fused": True}
 
     def __init__(self):
         super().__init__()
-        self.net[5].weight = self.net[0].weight
+        self.net[6].weight = self.net[3].weight
 
 
 NODE, WORLD = {"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 2}
 SHARED = {
-    "overflow": (partial(Wide, 5, True), "16-true", NODE),
+    "overflow": (partial(Wide, True), "16-true", NODE),
     "clipped": (Wide, "32-true", NODE | {"gradient_clip_val": 0.01}),
     "tied": (WideTied, "bf16-true", NODE | {"comm": Comm(algorithm="two_level", bucket_bytes=1 << 14)}),
     "world": (Wide, "16-true", WORLD | {"gradient_clip_val": 0.01, "schedule": "interleaved"}),
