@@ -143,6 +143,7 @@ class ViewGroups(CommGroups):
     def destroy(self) -> None:
         """Free the groups; after a cut nothing of NCCL's is waited for."""
         (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
+        self.world, self._on_gloo = None, []  # threads and sockets end with the last reference
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:

@@ -102,6 +102,7 @@ def test_a_cut_aborts_the_views_communicators_once_and_what_they_left_on_the_dev
         thread.join()
     groups.destroy()
     assert ("end", "view") in happened.calls  # of Gloo, by each who cuts
+    assert groups.world is None  # its threads end with the last reference
     calls = [call for call in happened.calls if call[0] != "end"]
     aborted, rest = calls[:3], calls[3:]
     nccl = {f"lightning_hybrid.{stage}" for stage in ("all_reduce", "scatter_reduce", "shard_all_reduce")}
