@@ -308,7 +308,7 @@ def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
     ask = [f"model.{each}" for each in small.split()] + ["image_shape=[64]", "batch_size_per_rank=16", "num_nodes=1"]
     ask += ["model=bert_base", "precision=32-true", "cluster.gpu_memory_bytes=2e7", "track_memory=true"]
     found = reported(monkeypatch, *ask, "search=null", "scaling_ranks=[]").memory
-    kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # FSDP2 has the embedding more than once
+    kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # not FSDP2: its block is all
     kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
     assert {need.settings[0] for need in found.alone} == {*kinds.split(), "strategy=fsdp2 strategy.offload=true"}
     assert found.fitting
