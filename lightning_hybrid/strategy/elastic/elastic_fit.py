@@ -256,9 +256,8 @@ class ElasticFit:
                 bucket.give_back()
             if views.ended:  # what failed of them is noted
                 return
-        groups, buffers = views.groups, self._present_buffers()
-        assert groups is not None
-        if buffers and groups.world is not None:
+        groups: Any = views.groups
+        if (buffers := self._present_buffers()) and groups.world is not None:
             groups.broadcast(buffers)  # of rank zero, as under `ddp`
         logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()

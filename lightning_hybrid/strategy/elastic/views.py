@@ -94,8 +94,7 @@ class Views:
             with self._lock:
                 self._left = self.groups.number if self.groups else -1
                 self.ended, self.cause, self.may_cut = "", None, True
-            committed = self.committed if self._has_state else -1
-            view = next_view(committed, timeout_s=self._timeout.total_seconds())
+            view = next_view(self.committed if self._has_state else -1, timeout_s=self._timeout.total_seconds())
             next_view = self._membership.next_view
             has_taken = False
             try:
