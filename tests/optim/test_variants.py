@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
-from tests.optim.makers import PATHS
-from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import PATHS, assert_same_bits, copies_of, normals, parameters, run, set_grads
 from tests.reference.families import FAMILIES
 from tests.reference.lamb import lamb as lamb_in_float64
 
