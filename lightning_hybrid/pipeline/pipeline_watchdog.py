@@ -1,7 +1,7 @@
 """The watchdog of a pipeline: it names the rank that others wait for, with its stage and micro-batch.
 
-Gloo's waits cannot be called off, and a stage would wait for a stopped one until the group's timeout. So on a CPU a
-thread waits, and the rank's main thread looks for the error of all ranks meanwhile:
+A wait of Gloo's ends with its group alone, and a stage would wait for a stopped one until the group's timeout. So on a
+CPU a thread waits, and the rank's main thread looks for the error of all ranks meanwhile:
 
     a rank is dead               its neighbours' messages fail at once; they name it, and all others fail with them
     a rank is stopped            it leaves a question unanswered (comm/health/presence.py): named within 15 s or so

@@ -22,6 +22,7 @@ import shutil
 import signal
 import socket
 import statistics
+import sys
 import time
 from contextlib import suppress
 from functools import partial, partialmethod
@@ -68,6 +69,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     from lightning_hybrid import HybridAllReduceStrategy
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+    from lightning_hybrid.comm.membership.view import IsolatedError
     from lightning_hybrid.optim import LARS
     from lightning_hybrid.strategy.elastic import elastic_fit, views
     from lightning_hybrid.strategy.elastic.option import Elastic
@@ -132,7 +134,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
             views = strategy._comm.elastic_fit._views
-            hosts, view = views.topology.num_nodes, views.groups._number
+            hosts, view = views.topology.num_nodes, views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
             if trainer.global_step == part["end"] and "to" in part:  # at the end of the fit the module has the average
                 trainer.save_checkpoint(part["to"])
@@ -172,7 +174,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         shard_update="node" if "shard_update" in options["with"] else "off",
         **ways,
     )
-    if host == part.get("spoilt"):
+    if host in part.get("spoilt", ""):
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
@@ -199,6 +201,8 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     try:
         trainer.fit(module, datamodule=data, ckpt_path=part.get("from"), weights_only=False)
     except BaseException as error:
+        if isinstance(error, IsolatedError) and not trainer.global_step:  # it has joined nothing yet
+            sys.exit(75)
         note(event="error", error=f"{type(error).__name__}: {error}"[:2000])
         raise
     note(event="end", step=trainer.global_step)

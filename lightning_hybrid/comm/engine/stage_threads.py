@@ -134,7 +134,7 @@ class StageThreads:
         return future
 
     def _give_up(self, lost: Sequence[InFlightBucket]) -> None:
-        # Only counted: Gloo's waits cannot be called off, so threads inside a collective stay there.
+        # Only counted: threads inside a collective of Gloo's stay there until their groups end.
         for _ in lost:
             self._trace.end()
 

@@ -1,7 +1,7 @@
 """The groups of a view: of the hosts that an elastic run has now. torch's default group is one host's.
 
 made         by members alone, through a store that ends with the view
-cut          their connections are shut, which ends every wait in them; Gloo's own `abort` ends none
+cut          every wait in them ends by an error, also that of others for this rank; Gloo's own `abort` ends none
 on CUDA      stages have groups of NCCL, which are aborted; plans, state and logs stay with Gloo, whose waits say so
              where they fail: what is read after an abort may be anything
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_together
+from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, abort_together, end_waits
 from lightning_hybrid.comm.topology import Topology
 
 # How long one request to the store of a view may take.
@@ -42,7 +43,6 @@ class ViewGroups(CommGroups):
         number: of the view; no other view of the run has it.
         timeout: of every collective.
         device: of gradients.
-        spared: returns sockets that `cut` leaves alone, by file descriptor: those through which ranks learn of losses.
 
     Attributes:
         world: a group of all ranks, over Gloo; None where this rank is alone.
@@ -59,7 +59,6 @@ class ViewGroups(CommGroups):
         number: int,
         timeout: timedelta,
         device: torch.device,
-        spared: Callable[[], Set[int]],
     ) -> None:
         on_cuda = device.type == "cuda"
         super().__init__(topology=topology, timeout=timeout)
@@ -70,46 +69,30 @@ class ViewGroups(CommGroups):
         self.world: dist.ProcessGroup | None = None
         self._aborting, self._stuck = threading.Lock(), list[str]()
         self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
-        self._number, self._spared = number, spared
-        self._sockets: dict[int, str] = {}  # by file descriptor, with what it is, as the number may be another's later
-        self._before: dict[int, str] | None = None  # while some are made
-        self._store_at, self._is_cut, self._cut_s = store, False, 0.0
+        self._on_gloo: list[dist.ProcessGroup] = []
+        self.number, self._store_at, self._is_cut, self._cut_s = number, store, False, 0.0
 
     def open(self) -> None:
         """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
         host, _, port = self._store_at.rpartition(":")
-        with self._making():
-            # A client alone: its server ends with the rank that coordinates the view, or sooner.
-            self.store = dist.TCPStore(host, int(port), is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
-            if self.topology.world_size > 1:
-                world = self.world = self._new_group(tuple(range(self.topology.world_size)), "view", "gloo")
-                self._owned.append(world)
+        # A client alone: its server ends with the rank that coordinates the view, or sooner.
+        connect = partial(dist.TCPStore, is_master=False, timeout=STORE_LIMIT, wait_for_workers=False)
+        self.store = _in_thread(partial(connect, host, int(port)), self._device, is_over=self._is_late)
+        if self.topology.world_size > 1:
+            world = self.world = self._new_group(tuple(range(self.topology.world_size)), "view", "gloo")
+            self._owned.append(world)
 
     def _make(
         self, missing: list[tuple[int, ...]], desc: str
     ) -> list[tuple[tuple[int, ...], dist.ProcessGroup | None]]:
-        with self._making():
-            own = [ranks for ranks in missing if self.topology.rank in ranks]
-            made = {ranks: self._new_group(ranks, desc, self._backend) for ranks in own}
-            return [(ranks, made.get(ranks)) for ranks in missing]
-
-    @contextmanager
-    def _making(self) -> Iterator[None]:
-        if self._is_cut:
-            raise RuntimeError("comm: the view has ended")
-        self._before = before = _sockets()
-        try:
-            yield
-        finally:
-            self._sockets |= _since(before)
-            self._before = None
-            if self._is_cut:
-                self.cut()
+        own = [ranks for ranks in missing if self.topology.rank in ranks]
+        made = {ranks: self._new_group(ranks, desc, self._backend) for ranks in own}
+        return [(ranks, made.get(ranks)) for ranks in missing]
 
     def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
         # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
         torch_groups: Any = dist.distributed_c10d
-        rank, name = ranks.index(self.topology.rank), f"view {self._number}, {desc}, {ranks}"
+        rank, name = ranks.index(self.topology.rank), f"view {self.number}, {desc}, {ranks}"
         more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
@@ -117,21 +100,24 @@ class ViewGroups(CommGroups):
         group, _ = _in_thread(make, self._device, is_over=self._is_late)
         if backend == "nccl":
             self._on_devices[name] = group
+        else:
+            self._on_gloo.append(group)
         # torch finds a rank's place in a group by its number in the default group, which other hosts' ranks have too:
         # they stand under numbers that no rank has.
         own = {each: -1 - each for each in range(len(ranks))} | {rank: dist.get_rank()}
         torch_groups._world.pg_group_ranks[group] = {number: place for place, number in own.items()}
+        if self._is_cut:  # it may have been too late for the cut
+            self.cut()
+            raise RuntimeError("comm: the view has ended")
         return group
 
     def cut(self) -> None:
-        """Shut all connections of the groups and to the store, also of one that is being made; from any thread."""
-        self._is_cut, self._cut_s = True, self._cut_s or monotonic()
-        found, before = self._sockets, self._before
-        found = found | (_since(before) if before is not None else {})
-        spared = self._spared()  # after the look, so that it has all of them that were seen
-        for fd, what in found.items():
-            if fd not in spared:
-                _shut(fd, what)
+        """End all waits in the groups and for the store; from any thread. A group that is being made is left behind."""
+        self._cut_s = self._cut_s or monotonic()
+        self._is_cut = True
+        for group in list(self._on_gloo):
+            end_waits(group)
+        _shut_clients_of(self._store_at)
         self.abort(limit_s=ABORT_LIMIT_S)
 
     def abort(self, *, limit_s: float) -> list[str]:
@@ -157,6 +143,7 @@ class ViewGroups(CommGroups):
     def destroy(self) -> None:
         """Free the groups; after a cut nothing of NCCL's is waited for."""
         (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
+        self.world, self._on_gloo = None, []  # threads and sockets end with the last reference
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
@@ -218,26 +205,12 @@ class ViewWatch:
         """Do nothing: none asks."""
 
 
-def _sockets() -> dict[int, str]:
-    found = {}
+def _shut_clients_of(address: str) -> None:
+    # Those of this process: torch has no way to end the wait of a store's client.
+    host, _, port = address.rpartition(":")
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
-                found[int(name)] = what
-    return found
-
-
-def _since(before: dict[int, str]) -> dict[int, str]:
-    return {fd: what for fd, what in _sockets().items() if before.get(fd) != what}
-
-
-def _shut(fd: int, what: str) -> None:
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
-        # The number may be another's by now, such as of the next view's; that of the copy stays what it is.
-        if os.readlink(f"/proc/self/fd/{one.fileno()}") != what:
-            return
-        # Not a listener: where Gloo's cannot accept any more, it ends the process.
-        if one.family in (socket.AF_INET, socket.AF_INET6) and not one.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            one.shutdown(socket.SHUT_RDWR)
+        if not Path(f"/proc/self/fd/{name}").is_socket():
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:  # the copy's number stays what it is
+            if one.getpeername()[:2] in ((host, int(port)), (f"::ffff:{host}", int(port))):
+                one.shutdown(socket.SHUT_RDWR)

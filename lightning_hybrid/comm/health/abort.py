@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import timedelta
 from time import monotonic
 from typing import Any
 
@@ -21,6 +22,8 @@ ABORT_LIMIT_S = 5.0
 
 # What waits on the host. Everything else has kernels on a device: torch has given NCCL's backend several names.
 _ON_HOSTS = ("gloo", "mpi", "fake")
+
+_TAG = 0x4C48  # of a message that is never sent
 
 _HOOK_ID = 0x4C48  # of ours among a group's
 
@@ -44,6 +47,17 @@ def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: 
     for _, thread in threads:
         thread.join(max(0.0, end_s - monotonic()))
     return [name for name, thread in threads if thread.is_alive()]
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """End every wait in a group of Gloo's by an error, on this rank and on those that wait for it; from any thread.
+
+    Where one wait is over its time, Gloo closes all connections of the group: here a receive that has a millisecond.
+    To shut its sockets is not enough: a connection whose message is for a wait that has failed is not looked at again.
+    """
+    for rank in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):  # over its time, or closed already, where the next one may not be
+            group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 def forget(group: dist.ProcessGroup) -> None:

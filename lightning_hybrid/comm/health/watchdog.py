@@ -1,7 +1,7 @@
 """How a failure on one rank becomes the same error on every rank, soon.
 
-Gloo's waits cannot be called off, and a rank that waits for a dead one would wait for the group's timeout (30 minutes
-by default). So every rank has a thread that looks for an alarm in the store through which the ranks met:
+A wait of Gloo's ends with its group alone, and a rank that waits for a dead one would wait for the group's timeout (30
+minutes by default). So every rank has a thread that looks for an alarm in the store through which the ranks met:
 
     a stage raises by itself        the rank writes what failed; all others read it and fail with the same words
     a collective raises             another rank is the cause: this one asks for the status of all, every watchdog

@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
 
 
 class SocketThread:
-    """One rank's part; all but `post`, `fds` and `close` happens in its thread, which ends with `close`.
+    """One rank's part; all but `post` and `close` happens in its thread, which ends with `close`.
 
     `deliver` gets, in this thread: `("view", proposal)`, `("change", why)`, `("isolated", why)`, `("refused", why)`,
     and `("lost", why)` where a rank of this host is gone.
@@ -111,7 +111,6 @@ class SocketThread:
     def __init__(self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket) -> None:
         self._settings, self._deliver = settings, deliver
         self.sockets: dict[socket.socket, Connection | None] = dict.fromkeys(listeners)
-        self._making = threading.Lock()  # a socket that `fds` does not know yet would be taken for another's
         self._loop = asyncio.SelectorEventLoop()
         self._loop.set_exception_handler(self._crash)
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -140,11 +139,6 @@ class SocketThread:
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(command, *arguments)
 
-    def fds(self) -> set[int]:
-        """Return the numbers of all sockets, also of those that are being made."""
-        with self._making:
-            return {each.fileno() for each in list(self.sockets)}
-
     def close(self) -> None:
         """Send what is unsent, for a short time; end the thread and close all sockets."""
         self.post(self._end.cancel)
@@ -153,11 +147,9 @@ class SocketThread:
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
-    def open(self, make: Callable[[], socket.socket], address: str = "") -> Connection:
+    def open(self, sock: socket.socket, address: str = "") -> Connection:
         """Take a socket that is connected, or begin to connect it to an "ip:port"."""
-        with self._making:
-            sock = make()
-            self.sockets[sock] = connection = Connection(sock, self)
+        self.sockets[sock] = connection = Connection(sock, self)
         connection.opening = self._loop.create_task(self._open(connection, address))
         return connection
 
@@ -171,7 +163,7 @@ class SocketThread:
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
-            self.open(lambda: listener.accept()[0])
+            self.open(listener.accept()[0])
 
     def _connections(self) -> list[Connection]:
         return [each for each in self.sockets.values() if each]

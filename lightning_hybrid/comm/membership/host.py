@@ -64,6 +64,12 @@ class Host(SocketThread):
         self.machine.come(local, committed, store)
         self._act()
 
+    def end_view(self, why: str) -> None:
+        """End the present view everywhere, where it has not."""
+        if not self.machine.has_ended:
+            self.machine.end_view(why)
+            self._act()
+
     def leave(self) -> None:
         """Leave as planned."""
         self.machine.leave()
@@ -105,7 +111,7 @@ class Host(SocketThread):
         return self._peers[host]
 
     def _connect(self, address: str, peer: str, place: int) -> Connection:
-        connection = self.open(socket.socket, address)
+        connection = self.open(socket.socket(), address)
         connection.trust(peer or address, partial(self._answered, place), partial(self._has_closed, peer, place))
         connection.send(kind="hello", token=self._settings.token, key=self.key)
         return connection
@@ -172,6 +178,8 @@ class Host(SocketThread):
         self._seen_s[local] = monotonic()
         if message["kind"] == "come":
             self.come(int(message["committed"]), local=local)
+        elif message["kind"] == "end":
+            self.end_view(str(message["why"]))
         elif message["kind"] == "bye":
             del self._ranks[local]
 

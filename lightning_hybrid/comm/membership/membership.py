@@ -34,6 +34,11 @@ class Follower(SocketThread):
         self._committed = committed
         self._say_it()
 
+    def end_view(self, why: str) -> None:
+        """Say that the present view has ended."""
+        if self._first:
+            self._first.send(kind="end", why=why)
+
     def leave(self) -> None:
         """Leave as planned."""
         self._has_left = True
@@ -74,7 +79,7 @@ class Follower(SocketThread):
             except OSError:  # it has not started yet
                 sock.close()
                 return
-            self._first, self._seen_s = self.open(lambda: sock), now
+            self._first, self._seen_s = self.open(sock), now
             self._first.trust("the first rank", self._hear, self._has_closed)
             self._first.send(kind="hello", local=self._settings.local)
         elif self._first:
@@ -89,8 +94,8 @@ class Membership:
     """Who takes part, seen by one rank. Its thread runs from the constructor to `close`.
 
     Args:
-        on_change: called in a thread of its own, once a view, with why the view ends: a loss, or a host that joins. It
-            may be called before `next_view` has returned that view; it is not, where this rank waits already.
+        on_change: called in a thread of its own, once a view, with its number and why it ends: a loss, or a host that
+            joins. It may be called before `next_view` has returned that view, and after it has returned the next.
         make_store: called on the first rank of each host before it waits for a view; returns the "ip:port" of a fresh
             store. That of one host serves for the view.
         on_own_host_lost: called where another rank of this host is gone; it is not meant to return.
@@ -101,7 +106,7 @@ class Membership:
         self,
         *,
         meet: Sequence[str],
-        on_change: Callable[[str], None],
+        on_change: Callable[[int, str], None],
         make_store: Callable[[], str],
         on_own_host_lost: Callable[[str], None] = end_process,
         **settings: Any,
@@ -144,11 +149,11 @@ class Membership:
                 raise TimeoutError(f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}")
             return self._view
 
-    enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
+    def end_view(self, why: str) -> None:
+        """End the present view everywhere: this rank cannot be in it. `next_view` does so too, once it is called."""
+        self._part.post(self._part.end_view, why)
 
-    def fds(self) -> set[int]:
-        """Return the numbers of the sockets of this object."""
-        return self._part.fds()
+    enter = next_view  # the first, or that of a run that is there; `committed` is of a checkpoint
 
     def say_goodbye(self) -> None:
         """Tell the others that this rank ends as planned; closed sockets are no loss then."""
@@ -181,8 +186,10 @@ class Membership:
             if self._is_waiting or self._has_told:
                 why = ""
             self._has_told = self._has_told or bool(why)
+            number = self._view.number if self._view else -1
             self._changed.notify_all()
         if what == "lost":
             self._on_own_host_lost(value)
         elif why:
-            threading.Thread(target=self._on_change, args=(why,), name="membership-change", daemon=True).start()
+            told = threading.Thread(target=self._on_change, args=(number, why), name="membership-change", daemon=True)
+            told.start()

@@ -255,6 +255,8 @@ class ElasticFit:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
+            if views.ended:  # what failed of them is noted
+                return
         world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
         if buffers and world is not None:  # those of rank zero, as under `ddp`
             dist._broadcast_coalesced(world, buffers, 1 << 28, 0)

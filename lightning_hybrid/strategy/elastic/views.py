@@ -57,6 +57,7 @@ class Views:
         self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
         self.groups: ViewGroups | None = None
+        self._left = -1  # number of the latest view that this rank has left
         self._has_state = True  # of the step `committed`
         self._lock = threading.Lock()
         parameters = [(tuple(one.shape), str(one.dtype)) for one in strategy.model.parameters()]
@@ -89,7 +90,9 @@ class Views:
 
     def _meet(self, next_view: Callable[..., View], on_view: Callable[[Topology], None], *, is_in_step: bool) -> bool:
         for _ in range(MOST_VIEWS):
-            self.ended, self.cause, self.may_cut = "", None, True
+            with self._lock:
+                self._left = self.groups.number if self.groups else -1
+                self.ended, self.cause, self.may_cut = "", None, True
             committed = self.committed if self._has_state else -1
             view = next_view(committed, timeout_s=self._timeout.total_seconds())
             next_view = self._membership.next_view
@@ -119,7 +122,6 @@ class Views:
             number=view.number,
             timeout=self._timeout,
             device=self._engine.device,
-            spared=self._membership.fds,
         )
         with self._lock:  # who ends the view from here on finds them
             self.groups, ended = groups, self.ended
@@ -141,12 +143,14 @@ class Views:
         )
         return f"{ip}:{port}"
 
-    def _on_change(self, reason: str) -> None:
-        # In a thread of the membership.
+    def _on_change(self, number: int, reason: str) -> None:
+        # In a thread of the membership, which may come late.
         with self._lock:
+            if number <= self._left:
+                return
             self.ended = self.ended or reason
             may_cut, groups = self.may_cut, self.groups
-        if may_cut:
+        if may_cut and groups is not None and groups.number == number:  # else they are yet to be made
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
@@ -171,7 +175,9 @@ class Views:
     def agrees(self, is_so: bool, otherwise: str) -> bool:
         """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
         if not is_so:
-            self._cut(self.groups)  # another rank of this host may wait for this one in a sum
+            # Another rank of this host may wait for this one, in a sum or for groups of which there is nothing to cut.
+            self._membership.end_view(f"a sum broke on host {self._membership.me.host}: {self.ended}")
+            self._cut(self.groups)
         # By what ends with no view: else one would wait here for another that has gone on.
         is_so_on_all = self._vote(is_so)
         if is_so and not is_so_on_all:

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from datetime import timedelta
 from importlib.metadata import entry_points
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.health import abort
+from lightning_hybrid.comm.health import abort, watchdog
 
 
 def aborting(do):
@@ -28,6 +29,27 @@ def test_no_abort_waits_for_another_to_begin_and_what_does_not_end_is_named_and_
     assert time.monotonic() - began_s < 30
     assert not started.broken
     may_end.set()
+
+
+def seconds_until_waits_end():
+    group, rank = dist.new_group(timeout=timedelta(seconds=60)), dist.get_rank()
+    if rank == 0:
+        group.recv([torch.zeros(1)], 2, 0)  # a wait that has failed: nothing takes what comes
+    if rank == 2:
+        group.send([torch.zeros(1)], 0, 0)
+    dist.barrier()
+    peer = 2 if rank == 0 else 0
+    if rank == 0:
+        threading.Timer(0.3, abort.end_waits, (group,)).start()
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        group.recv([torch.zeros(1)], peer, 5).wait()
+    assert watchdog.comes_from_others(caught.value)
+    return time.monotonic() - began_s
+
+
+def test_all_waits_in_a_group_of_gloo_can_be_ended_also_those_for_a_connection_that_it_does_not_look_at(rank_pool):
+    assert max(rank_pool.ranks(3).run(seconds_until_waits_end)) < 20
 
 
 # What torch has given a name so far, looked at one by one: those on a host are not aborted.

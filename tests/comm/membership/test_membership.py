@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -25,7 +26,7 @@ class Hosts:
 
     def __call__(self, name: str, **more) -> Membership:
         options = {"local": 0, "ranks_per_host": 1, "min_hosts": 1, "max_hosts": 3, "token": "t", "wait_s": 10.0}
-        calls = {"on_change": lambda why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
+        calls = {"on_change": lambda _, why: self.changes.append((name, why)), "make_store": lambda: f"of-{name}:1"}
         made = Membership(host=name, meet=self.meet, **{**options, **calls, **more})
         self.made.append(made)
         return made
@@ -129,17 +130,36 @@ def test_strangers_are_cut_off_and_nobody_else(hosts):
     assert not hosts.changes
 
 
+def own_sockets():
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if (what := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket"):
+                found[fd] = what
+    return found
+
+
 def test_it_listens_on_one_address_alone(hosts):
+    before = own_sockets()
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
     listening = []
-    for fd in a.fds():
-        if "socket" not in os.readlink(f"/proc/self/fd/{fd}"):
+    for fd, what in own_sockets().items():
+        if before.get(fd) == what:
             continue
         with socket.socket(fileno=os.dup(fd)) as each:
             if each.family == socket.AF_INET and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listening.append(each.getsockname())
     assert [f"{ip}:{port}" for ip, port in sorted(listening)] == sorted([hosts.meet[0], address_of(a.me.id)])
+
+
+def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
+    ways = {"ranks_per_host": 2, "max_hosts": 2, "on_own_host_lost": lambda why: None}
+    ranks = [hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)]
+    hosts.enter(*ranks)
+    ranks[1].end_view("no groups")  # it waits for the first rank of its host, and that in a group for it
+    wait_until(lambda: len(hosts.changes) == 4)
+    assert {why for _, why in hosts.changes} == {"no groups"}
 
 
 def test_a_forked_worker_does_not_hide_a_death(hosts):
@@ -172,10 +192,11 @@ def test_a_cut_link_leaves_the_arbiter_and_words(hosts, monkeypatch):
 
 
 def test_no_thread_and_no_socket_is_left(hosts):
+    before = own_sockets()
     a = hosts("a", wait_s=0.2)
     hosts.enter(a)
-    fds = a.fds()
-    assert len(fds) >= 3
+    made = set(own_sockets().items()) - set(before.items())
+    assert len(made) >= 3
     a.close()
-    assert not [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
+    assert not made & set(own_sockets().items())
     assert "membership" not in [thread.name for thread in threading.enumerate()]

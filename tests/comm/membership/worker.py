@@ -30,7 +30,7 @@ def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait
         line = json.dumps({"t": time.time(), "host": host, "local": int(local), "event": event, **more})
         os.write(1, f"{line}\n".encode())  # whole, as two threads do so
 
-    def change(why):
+    def change(number, why):
         say("change", why=why)
         has_ended.set()
 

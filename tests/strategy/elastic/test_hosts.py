@@ -31,7 +31,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_
 def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
     warm_context()
     run = recovery.Hosts(
-        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "b"}
+        OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 5, "min_hosts": 2, "spoilt": "ab"}
     )
     for name in "ab":
         run.start(name)

@@ -94,14 +94,19 @@ def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_t
     views.ended, views.may_cut, views.groups, views._lock = "", True, None, threading.Lock()
     views.topology = Topology.from_ranks_per_node(rank=0, world_size=2, ranks_per_node=1)
     views._timeout, views._engine = timedelta(seconds=9), SimpleNamespace(device=torch.device("cpu"), cut=cut.append)
-    views._membership = SimpleNamespace(me=SimpleNamespace(id="a"), fds=set)
-    views._on_change("a host joins")
+    views._membership = SimpleNamespace(me=SimpleNamespace(id="a", host="a"), end_view=cut.append)
+    views._left, views._vote = 2, lambda is_so: is_so
+    views._on_change(2, "a thread that comes late")
+    assert not views.ended
+    views._on_change(3, "a host joins")
     view: Any = SimpleNamespace(members=[0, 1], rank_of=lambda one: 0, store="127.0.0.1:1", number=3)
     with pytest.raises(RuntimeError, match="comm: a host joins"):
         views._enter(view)
     views.groups.cut = lambda: cut.append("groups")
-    views._on_change("a host is lost")
-    assert cut == ["comm: a host joins", "comm: a host joins", "groups"]
+    views._on_change(3, "a host is lost")
+    assert cut == ["comm: a host joins", "groups"]
+    assert not views.agrees(False, "")  # others of the host may wait for this one
+    assert cut[2:] == ["a sum broke on host a: a host joins", "comm: a host joins", "groups"]
 
 
 def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
