@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class Part:
         numel: Elements of the whole tensor.
         begin: The first element held, a multiple of `BLOCK`, or `numel` where the part is empty.
         end: One past the last, a multiple of `BLOCK` or `numel`.
+        num_holders: Ranks that hold this part and add their sums of it up, as those of all nodes a layer's slice.
 
     Raises:
         ValueError: The part is not within the tensor, or cuts a block.
@@ -36,6 +37,7 @@ class Part:
     numel: int
     begin: int
     end: int
+    num_holders: int = field(default=1, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin <= self.end <= self.numel:

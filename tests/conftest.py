@@ -79,7 +79,7 @@ def alone_where_it_reads_clocks(request: pytest.FixtureRequest, turns: tuple[int
 def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     from tests.rank_pool import RankPool
 
-    pool = RankPool(num_ranks=4, is_moving=pytestconfig.getoption("--moving-device"))
+    pool = RankPool(num_ranks=8, is_moving=pytestconfig.getoption("--moving-device"))
     yield pool
     pool.close()
 

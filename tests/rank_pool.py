@@ -10,7 +10,7 @@
 
 * The function is pickled by its qualified name, so it must be importable; results may be anything that pickles.
 * Ranks find themselves with ``dist.get_rank()``; the default process group is there when the function starts.
-* One set of processes serves worlds of 1, 2, 3 and 4 ranks: the default group is made anew when the size changes.
+* One set of processes serves worlds of 1 to 8 ranks: the default group is made anew when the size changes.
 * Warnings are what they are in the test: the filters of the moment, marks included, hold on the ranks too.
 * A rank that raises: ``RankError`` with that rank's traceback. A run past its time limit: ``RankTimeoutError`` with
   the stack of every rank that still runs. After both the processes are started afresh for the next test.

@@ -207,6 +207,10 @@ class ReplicaSets:
         """The ranks of the world that are of this rank's set and node."""
         return next(ranks for ranks in self.partition("node") if self.rank in ranks)
 
+    def sharers(self, scope: Literal["node", "world"]) -> tuple[int, ...]:
+        """Return the ranks of this rank's set, numbered from 0, that share an update, in the order of their parts."""
+        return self.own.sharers(scope)
+
     def _of(self, ranks: tuple[int, ...]) -> Topology:
         nodes = (tuple(index for index, rank in enumerate(ranks) if rank in node) for node in self.world.nodes)
         rank = ranks.index(self.rank) if self.rank in ranks else 0

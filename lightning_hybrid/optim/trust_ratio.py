@@ -153,7 +153,8 @@ def norms_over_ranks(
         the device of `found_inf`.
     """
     own = [found_inf.double()]
-    own += [_sum_of_squares(vector).to(found_inf.device) for some in vectors.values() for vector in some]
+    each = [vector for some in vectors.values() for vector in some]
+    own += [_sum_of_squares(vector).to(found_inf.device) / vector.part.num_holders for vector in each]
     message = torch.stack(own)
     add_up_(message)
     norms = iter(message[1:].sqrt().unbind())

@@ -71,6 +71,7 @@ class StageSetting:
     group: dist.ProcessGroup
     pairs: tuple[MasterPair, ...]  # of its half-precision parameters
     note: Callable[..., None]  # `PipelineWatchdog.note`
+    note_last: Callable[[bool], object] = bool  # gets, before each backward, whether it is the stage's last of a step
 
 
 class CheckedStage(PipelineStage):
@@ -198,6 +199,7 @@ class CheckedStage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         """Run backward; sum up in fp32 the gradients of a micro-batch that is not the step's last."""
+        self._setting.note_last(last_backward)
         if last_backward:
             for pair in self._setting.pairs:
                 pair.return_sum()

@@ -33,6 +33,7 @@ class Stages:
     device: torch.device
     num_microbatches: int
     whole: Callable[[], AbstractContextManager[None]]  # inside, layers that are cut over ranks are whole. Collective
+    require_backward_grad_sync = False  # whether the backward under way is a stage's last of its step, as DDP names it
 
     def __post_init__(self) -> None:
         self._boundaries: dict[Any, list[tuple[Boundary, ...]]] = {}

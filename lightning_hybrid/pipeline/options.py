@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.comm.health.diagnosis import differing
-from lightning_hybrid.comm.topology import Topology
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.pipeline.cuts import BlockProfile, Cuts, balanced_cuts
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_precision, refuse_excluded
@@ -121,19 +120,6 @@ def refuse_in_pipeline(trainer: Any, module: Any, precision: Any, *, is_setup: b
     if is_setup and (losses := [one for one in module.modules() if hasattr(one, "couples_the_batch")]):
         found["global batch"] = f"`{type(losses[0]).__name__}`"
     refuse_excluded(found, error=misconfiguration)
-
-
-def refuse_several_nodes(replicas: Topology) -> None:
-    """Check that the ranks which share a stage's layers are on one node.
-
-    Raises:
-        ValueError: they are on several.
-    """
-    if (num := replicas.num_nodes) > 1:
-        raise ValueError(
-            f"`node_slices` in a pipeline must be of ranks on one node (here a stage is on {num}): slices of several "
-            "nodes are averaged by DDP's flag, and a stage may have no DDP. Leave it out."
-        )
 
 
 def compare_stages(blocks: Sequence[nn.Module], **own: Any) -> None:

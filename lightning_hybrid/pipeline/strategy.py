@@ -29,7 +29,6 @@ from lightning_hybrid.pipeline.options import (
     compare_stages,
     cut_places,
     refuse_in_pipeline,
-    refuse_several_nodes,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, TiedWeights
@@ -68,7 +67,7 @@ class HybridPipeline(DataRanksMixin):
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
-            refused: a codec, a planner, `Adasum`, `LocalSteps`, `shard_update`, tuning.
+            refused: a codec, a planner, `Adasum`, `LocalSteps`, tuning.
 
     Raises:
         ValueError: an option cannot work; before any process group exists where it can be known by then.
@@ -147,8 +146,7 @@ class HybridPipeline(DataRanksMixin):
                 metric.process_group = self._groups.data
         if is_fit:
             if self._extensions is not None:
-                refuse_several_nodes(self._extensions.fit.topology)
-                self._extensions.begin(self._comm, self.model)
+                self._extensions.begin(self._comm, self._stages)
             clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
             stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
             clip_over_stages = partial(clip, device=self.root_device, **stages_of_norm)
@@ -182,8 +180,11 @@ class HybridPipeline(DataRanksMixin):
         named = here.module.named_parameters(remove_duplicate=False)
         ignored_ids = {id(parameter) for name, parameter in named if name in ignored}
         if here.ranks.num_data_ranks > 1:
+            if self._extensions is not None:
+                self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
             new = self._comm.new_engine(self.precision_plugin, replicas=self.replicas, group=self._data_group)
             here.watchdog.engine = self._comm.engine = new
+            self._comm.hook_state = self._comm.average_by(new, None)  # all of a stage may be cut
             here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)

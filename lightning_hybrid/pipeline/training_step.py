@@ -203,6 +203,7 @@ class TrainingStep:
                 group=mine.groups.pipe,
                 pairs=tuple(pair for pair in pairs if pair is not None),
                 note=mine.watchdog.note,
+                note_last=partial(setattr, mine, "require_backward_grad_sync"),
             )
             given, returned = boundaries[index], boundaries[index + 1]
             body = mine.wrapped[index]

@@ -169,13 +169,15 @@ class MicrobatchMixin(_Base):
     _last_loss: Tensor | None
     _device: torch.device
     _agree_on_overflow: tuple[Callable[[Tensor], Tensor], ...] = ()
+    _has_stages = False
 
-    def connect_stages(self, agree_on_overflow: Callable[[Tensor], Tensor] | None) -> None:
+    def connect_stages(self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False) -> None:
         """Take what makes the verdicts of all stages one: 0-dim fp32 in, the largest of all stages out; None: alone.
 
         Several are called one after the other: of the stages of a pipeline, and of the slices of a stage.
         """
-        self._agree_on_overflow = () if agree_on_overflow is None else (*self._agree_on_overflow, agree_on_overflow)
+        self._agree_on_overflow = () if agree is None else (*self._agree_on_overflow, agree)
+        self._has_stages = agree is not None and (self._has_stages or not is_of_slices)
 
     def begin_microbatches(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Make `p.grad` ready for the backward passes of a step; return the loss scale, None where there is none."""
@@ -208,5 +210,5 @@ class MicrobatchMixin(_Base):
 
     def _decides_alone(self, optimizer: Optimizer) -> bool:
         # Or with the ranks that hold other parts of its parameters, in its own step.
-        has_parts = len(self._agree_on_overflow) == 1 and bool(getattr(optimizer, "parts", None))
+        has_parts = not self._has_stages and bool(getattr(optimizer, "parts", None))
         return not self._agree_on_overflow or self.loss_scale is None or has_parts

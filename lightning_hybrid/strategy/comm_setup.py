@@ -217,12 +217,13 @@ class CommSetup:
         return engine
 
     def average_by(
-        self, engine: CommEngine, wrapped: DistributedDataParallel, parameters: Iterable[Tensor] = ()
+        self, engine: CommEngine, wrapped: DistributedDataParallel | None, parameters: Iterable[Tensor] = ()
     ) -> HookState:
-        """Let this engine average what DDP puts into buckets; `parameters`: as in `HookState`, which is returned."""
+        """Let this engine average what DDP, if any, puts into buckets; `parameters`: as in `HookState`: the result."""
         state = HookState(engine=engine, comm_dtype=self._comm_dtype, parameters=parameters)
         elastic = self.elastic_fit
-        wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
+        if wrapped is not None:
+            wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
         return state
 
     def before_batch(self, module: Any) -> None:

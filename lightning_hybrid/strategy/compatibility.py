@@ -54,7 +54,6 @@ CURES = {
     "manual steps": "take 32-true or bf16-true",
     "SyncBatchNorm": "leave trainer.sync_batchnorm out",
     "ModelPruning": "prune before or after training",
-    "pruned slices": "give it other layers by `parameters_to_prune`",
     "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
     "GradientAccumulationScheduler": "set strategy.num_microbatches",
@@ -75,7 +74,6 @@ class Exclusion(NamedTuple):
     why: str
 
 
-_WHOLE = "it works on gradients and weights that every rank has whole"
 _RULES = "rules with norms, factors or line searches need whole tensors, and each rank would have a part"
 _RULE_OF_SCALE = (
     "residuals follow the loss scale and its skipped steps, which Lightning's gradient scaler keeps to itself"
@@ -95,7 +93,6 @@ EXCLUDED = tuple(
         ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
-        ("shard update", "pipeline", "it shares the buckets of one wrapper of DDP, and each stage has one of its own"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
         ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
         (
@@ -107,8 +104,7 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("tune", "Fabric", "the number of steps is not known"),
-        *((name, "node slices", _WHOLE) for name in ("adasum", "local steps")),
-        ("world update", "node slices", "norms of slices are added over a node, and those of parts over all nodes"),
+        ("local steps", "node slices", "it averages weights that every rank has whole"),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
         ("tune", "elastic", "plans are compared over the same ranks, and these change"),
@@ -129,7 +125,6 @@ EXCLUDED = tuple(
         ("precision", "pipeline", f"{_PROVED} and 64-true alone are proved against accumulation"),
         ("gradient scaler", "local steps", "Lightning's loss scale would part between nodes"),
         ("gradient scaler", "error feedback", _RULE_OF_SCALE),
-        ("gradient scaler", "node slices", "Lightning's loss scale would part between ranks, each with other slices"),
         ("manual steps", "error feedback", _SEVERAL),
         ("manual optimization", "pipeline", "the schedule runs forward and backward of all micro-batches together"),
         ("accumulation", "pipeline", "micro-batches are its accumulation, bit for bit"),
@@ -142,7 +137,6 @@ EXCLUDED = tuple(
         ),
         ("ModelPruning", "local steps", "each node would prune by its own weights"),
         ("ModelPruning", "pipeline", "it ranks the weights of a whole network"),
-        ("pruned slices", "node slices", "its masks are as large as whole weights"),
         ("StochasticWeightAveraging", "pipeline", "it copies the weights of a whole network"),
         ("BaseFinetuning", "pipeline", "it hands layers of a whole network to the optimizer"),
         ("GradientAccumulationScheduler", "pipeline", "micro-batches are its accumulation"),
@@ -224,16 +218,14 @@ def in_module(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def in_callbacks(callbacks: Iterable[Any], *, cut: Container[nn.Module] = ()) -> dict[str, str]:
-    """Return what callbacks do that excludes options; `cut`: layers that are to be slices."""
+def in_callbacks(callbacks: Iterable[Any]) -> dict[str, str]:
+    """Return what callbacks do that excludes options."""
     found = {}
     for callback in callbacks:
         text = f"`callbacks` (={type(callback).__name__})"
         for name in ("ModelPruning", "StochasticWeightAveraging", "BaseFinetuning", "GradientAccumulationScheduler"):
             if isinstance(callback, lightning_types(f"pytorch.callbacks.{name}")):
                 found[name] = text
-                if name == "ModelPruning" and any(layer in cut for layer, _ in callback._parameters_to_prune or ()):
-                    found["pruned slices"] = text
     return found
 
 

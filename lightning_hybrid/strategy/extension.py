@@ -66,7 +66,7 @@ class RunningFit(FitContext):
     plan: CommPlan
     engine: CommEngine
     hook_state: HookState
-    wrapped: DistributedDataParallel
+    wrapped: DistributedDataParallel  # in a pipeline its stages, with the same flag of the last backward
 
 
 class FitExtension:

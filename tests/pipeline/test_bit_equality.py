@@ -5,7 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_hybrid import Comm
+from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages, joined
@@ -85,6 +88,69 @@ def test_overflow_in_one_stage_skips_the_step_of_all(one_rank, four_ranks, at):
 
 def test_data_ranks_average_and_clipping_by_norm_counts_all_stages(two_ranks, four_ranks):
     assert_equal(four_ranks, two_ranks, precision="16-true", gradient_clip_val=0.3)
+
+
+class Wide(Overflows, WithLars):
+    """Both stages have tensors of several blocks, of which data ranks that share the update have parts."""
+
+    options = WithLars.options | {"fused": True}
+
+    def __init__(self, is_to_overflow=False):
+        super().__init__(0)
+        self.is_to_overflow, ends = is_to_overflow, (toy.NUM_FEATURES, 1500)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Linear(*ends), nn.LayerNorm(1500), nn.Tanh(), nn.Linear(*ends[::-1]), nn.Tanh()]
+            self.net = nn.Sequential(*layers, nn.Linear(*ends), nn.Linear(*ends[::-1]))
+        self.net[0].register_full_backward_pre_hook(self.to_inf)  # in the first stage alone
+
+    def to_inf(self, module, gradients):
+        is_second = self.trainer.fit_loop.total_batch_idx == 1  # also of a run that is resumed
+        return tuple(g * float("inf") if is_second and self.is_to_overflow else g for g in gradients)
+
+
+class WideTied(Wide):
+    """A weight that is in both stages, in which data ranks have other parts of it."""
+
+    optimizer, options = LAMB, WithLamb.options | {"fused": True}
+
+    def __init__(self):
+        super().__init__()
+        self.net[6].weight = self.net[3].weight
+
+
+NODE, WORLD = {"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 2}
+SHARED = {
+    "overflow": (partial(Wide, True), "16-true", NODE),
+    "clipped": (Wide, "32-true", NODE | {"gradient_clip_val": 0.01}),
+    "tied": (WideTied, "bf16-true", NODE | {"comm": Comm(algorithm="two_level", bucket_bytes=1 << 14)}),
+    "world": (Wide, "16-true", WORLD | {"gradient_clip_val": 0.01, "schedule": "interleaved"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", SHARED)
+def test_data_ranks_share_the_update_of_their_stage(four_ranks, tmp_path, case):
+    """With the same bits, in memory and in files, and a run goes on with and without."""
+    module, precision, shares = SHARED[case]
+    whole = {**shares, "shard_update": "off"}
+
+    def seen_of(name, how, **scene):
+        scene |= {"precision": precision, "save_to": str(tmp_path / name), **how}
+        found = fit(four_ranks, module, **in_stages(**scene, callbacks=[partial(ReplicaCheck, 1)]))
+        saved = torch.load(tmp_path / name, weights_only=True)
+        of_pipelines = found[0].num_skipped, joined(found[:2])  # the first has optimizer state whole
+        assert same(of_pipelines[1], joined(found[2:])) == (how is whole)
+        return [one.weights for one in found], of_pipelines, saved["state_dict"], saved["optimizer_states"]
+
+    expected = seen_of("whole", whole)
+    assert expected[1][0] == (case == "overflow")
+    assert same(seen_of("shared", shares), expected)
+    seen_of("half", shares, max_epochs=1)
+    for how in (shares, whole):
+        again = seen_of("again", how, ckpt_path=str(tmp_path / "half"))
+        assert same([*again[:1], *again[2:]], [*expected[:1], *expected[2:]])
 
 
 PLACES = {"2 stages": (2, 1, (2, 3, 8)), "2 stages x 2 data ranks": (2, 2, (2, 4)), "4 stages": (4, 1, (4, 8))}

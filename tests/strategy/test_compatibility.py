@@ -58,7 +58,6 @@ FOUND = {
     "gradient scaler": lambda: table.in_precision(precision("16-mixed", scaler=object())),
     "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
     "ModelPruning": lambda: table.in_callbacks([PRUNING]),
-    "pruned slices": lambda: table.in_callbacks([PRUNING], cut=[LAYER]),
     "StochasticWeightAveraging": lambda: table.in_callbacks([callbacks.StochasticWeightAveraging(0.1)]),
     "BaseFinetuning": lambda: table.in_callbacks([callbacks.BaseFinetuning()]),
     "GradientAccumulationScheduler": lambda: table.in_callbacks([callbacks.GradientAccumulationScheduler({1: 2})]),
@@ -126,7 +125,7 @@ def test_a_run_without_any_of_it_goes_on():
     by_hand(is_automatic=True)
     for options in ASKED.values():
         HybridAllReduceStrategy(**options)
-    for name in ("algorithm", "unused parameters"):
+    for name in ("algorithm", "unused parameters", "shard update", "world update"):
         HybridPipelineStrategy(**ASKED[name])
 
 

@@ -1,7 +1,9 @@
 """The groups of a view: of the hosts that an elastic run has now. torch's default group is one host's.
 
 made         by members alone, through a store that ends with the view
-cut          every wait in them ends by an error, also that of others for this rank; Gloo's own `abort` ends none
+cut          waits in them end by an error, also those of others for this rank; Gloo's own `abort` ends none
+left behind  Gloo forgets the waits for a message that is half through as its connection closes: they end with the
+             timeout. So the main thread waits no longer than it has to, and such a group stays until the process ends
 on CUDA      stages have groups of NCCL, which are aborted; plans, state and logs stay with Gloo, whose waits say so
              where they fail: what is read after an abort may be anything
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.process_groups import CommGroups
@@ -32,6 +35,8 @@ STORE_LIMIT = timedelta(seconds=10)
 
 # How long a group that is being made is waited for when its view has ended; then it is left to its timeout.
 CONNECT_LIMIT_S = 0.5
+
+_LEFT: list[list[dist.ProcessGroup]] = []  # that are left behind: to free them would be to wait
 
 
 class ViewGroups(CommGroups):
@@ -46,6 +51,7 @@ class ViewGroups(CommGroups):
 
     Attributes:
         world: a group of all ranks, over Gloo; None where this rank is alone.
+        is_stuck: whether a wait in them has not ended after a cut.
 
     Raises:
         RuntimeError: a rank is lost meanwhile, or the store.
@@ -70,6 +76,7 @@ class ViewGroups(CommGroups):
         self._aborting, self._stuck = threading.Lock(), list[str]()
         self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
         self._on_gloo: list[dist.ProcessGroup] = []
+        self.is_stuck = False
         self.number, self._store_at, self._is_cut, self._cut_s = number, store, False, 0.0
 
     def open(self) -> None:
@@ -111,6 +118,52 @@ class ViewGroups(CommGroups):
             raise RuntimeError("comm: the view has ended")
         return group
 
+    def run(self, do: Callable[[], Any]) -> Any:
+        """Return what `do` does, which waits for other ranks; collective as it is.
+
+        Raises:
+            RuntimeError: the view has ended meanwhile.
+        """
+        try:
+            return _in_thread(do, self._device, is_over=self._is_late)
+        except _LeftBehindError:
+            self.is_stuck = True
+            raise
+
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        """Copy the tensors of one rank to all others, which have such. Collective. Raises as `run`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        for dtype in {one.dtype: None for one in tensors}:
+            same = [one for one in tensors if one.dtype == dtype]
+            flat = same[0].flatten() if len(same) == 1 else torch.cat([one.flatten() for one in same])
+            self._wait(self._all.broadcast([flat], options))
+            for one, part in zip(same, flat.split([one.numel() for one in same]), strict=True):
+                one.copy_(part.view_as(one))
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in its place. Collective. Raises as `run`."""
+        if self.world is not None:
+            self._wait(self._all.allreduce([tensor]))
+
+    @property
+    def _all(self) -> dist.ProcessGroup:
+        if self._is_cut or self.world is None:
+            raise RuntimeError("comm: the view has ended")
+        return self.world
+
+    def _wait(self, work: dist.Work) -> None:
+        while True:
+            try:
+                work.wait(timedelta(seconds=CONNECT_LIMIT_S / 2))
+                return
+            except RuntimeError:
+                if work.is_completed() and not work.is_success():
+                    raise
+            if self._is_late():
+                self.is_stuck = True
+                raise _LeftBehindError("comm: the view has ended")
+
     def cut(self) -> None:
         """End all waits in the groups and for the store; from any thread. A group that is being made is left behind."""
         self._cut_s = self._cut_s or monotonic()
@@ -141,9 +194,14 @@ class ViewGroups(CommGroups):
         return super()._give_up()
 
     def destroy(self) -> None:
-        """Free the groups; after a cut nothing of NCCL's is waited for."""
+        """Free the groups, but for those that are stuck; after a cut nothing of NCCL's is waited for."""
+        if self.is_stuck:
+            _LEFT.append(self._on_gloo)
         (self.forget if self._is_cut and self._backend == "nccl" else super().destroy)()
         self.world, self._on_gloo = None, []  # threads and sockets end with the last reference
+
+
+class _LeftBehindError(RuntimeError): ...
 
 
 def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable[[], bool]) -> Any:
@@ -163,7 +221,7 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
     while thread.is_alive() and not is_over():
         thread.join(0.02)
     if not found:
-        raise RuntimeError(f"comm: groups on {device} still wait for a host that is gone")
+        raise _LeftBehindError(f"comm: groups on {device} still wait for a host that is gone")
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

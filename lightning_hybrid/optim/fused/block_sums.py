@@ -33,22 +33,24 @@ class BlockSums:
         numels = [param.numel() if part is None else part.numel for param, part in zip(params, parts, strict=True)]
         self.num_blocks = [-(-numel // block) for numel in numels]
         firsts = list(itertools.accumulate(self.num_blocks, initial=0))
-        places, of_wholes = list[int](), list[int]()
+        places, of_wholes, holders = list[int](), list[int](), list[int]()
         for param, part, first in zip(params, parts, firsts, strict=False):
             begin = first if part is None else first + -(-part.begin // block)
             here = range(begin, begin + -(-param.numel() // block))
             of_wholes += range(len(places), len(places) + len(here)) if part is None else ()
             places += here
+            holders += [1 if part is None else part.num_holders] * len(here)
         self.first_of = firsts
         self._own = own
         self._places = torch.tensor(places, dtype=torch.int64, device=own.device)
         self._of_wholes = torch.tensor(of_wholes, dtype=torch.int64, device=own.device)
         self._places_of_wholes = self._places.index_select(0, self._of_wholes)
+        self._holders = torch.tensor(holders, dtype=torch.float64, device=own.device)
         self.whole = torch.zeros(2, firsts[-1], dtype=own.dtype, device=own.device)
 
     def message(self) -> Tensor:
         """Return this rank's sums, with zeros for the blocks of others: float64, (2, blocks)."""
-        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(1, self._places, self._own.double())
+        return torch.zeros_like(self.whole, dtype=torch.float64).index_copy_(1, self._places, self._own / self._holders)
 
     def take(self, message: Tensor) -> None:
         """Take the message as added over ranks."""

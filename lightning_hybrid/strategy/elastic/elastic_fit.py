@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -257,10 +256,10 @@ class ElasticFit:
                 bucket.give_back()
             if views.ended:  # what failed of them is noted
                 return
-        world, buffers = None if views.groups is None else views.groups.world, self._present_buffers()
-        if buffers and world is not None:  # those of rank zero, as under `ddp`
-            dist._broadcast_coalesced(world, buffers, 1 << 28, 0)
-        logs.share(world, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
+        groups: Any = views.groups
+        if (buffers := self._present_buffers()) and groups.world is not None:
+            groups.broadcast(buffers)  # of rank zero, as under `ddp`
+        logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
 

@@ -9,11 +9,10 @@ Sums are kept by the first rank of each host, and zeros by its others: Lightning
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
@@ -115,8 +114,8 @@ class StepLogs:
             else:
                 self._first[key] = dict(vars(one))
 
-    def share(self, group: dist.ProcessGroup | None, *, num_shards: int, is_first_of_host: bool) -> None:
-        """Add up over all ranks of a view. Collective where something is logged or counted so."""
+    def share(self, add_up: Callable[[Tensor], None], *, num_shards: int, is_first_of_host: bool) -> None:
+        """Add up over all ranks of a view by `add_up`, in place. Collective where something is logged or counted so."""
         added: list[tuple[Any, str, Any, Any, float]] = []  # owner, name, before, change, divisor
         for key, one in self._results.items():
             unseen = self._unseen.get(key, {})
@@ -139,8 +138,7 @@ class StepLogs:
         if not added:
             return
         flat = torch.cat([change.double().flatten() for *_, change, _ in added])
-        if group is not None:
-            dist.all_reduce(flat, group=group)
+        add_up(flat)
         parts = flat.split([change.numel() for *_, change, _ in added])
         for part, (owner, name, before, change, divisor) in zip(parts, added, strict=True):
             is_of_step = name == "_forward_cache"

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +94,7 @@ class Views:
             with self._lock:
                 self._left = self.groups.number if self.groups else -1
                 self.ended, self.cause, self.may_cut = "", None, True
-            committed = self.committed if self._has_state else -1
-            view = next_view(committed, timeout_s=self._timeout.total_seconds())
+            view = next_view(self.committed if self._has_state else -1, timeout_s=self._timeout.total_seconds())
             next_view = self._membership.next_view
             has_taken = False
             try:
@@ -128,7 +128,7 @@ class Views:
         if ended:
             raise RuntimeError(f"comm: {ended}")
         groups.open()
-        self._engine.enter(groups)
+        groups.run(partial(self._engine.enter, groups))
         vars(rank_zero_only)["rank"] = rank  # who writes logs
 
     _server: Any = None  # of this view's store, where this rank has made it
@@ -192,9 +192,11 @@ class Views:
     def close(self) -> None:
         """End all sums of the view, and its groups."""
         self._cut(self.groups)
-        if stuck := self._engine.close():
-            raise RuntimeError(f"elastic: stages {stuck} of the former view do not end, and may write into gradients")
+        stuck = self._engine.close()
         if self.groups is not None:
+            if stuck and self._engine.device.type == "cuda":  # Gloo's write nothing more: their connections are closed
+                raise RuntimeError(f"elastic: stages {stuck} of the former view do not end: gradients may change")
+            self.groups.is_stuck |= bool(stuck)
             self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
@@ -225,10 +227,14 @@ class Views:
             if me.id == source.id:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
-        data = _broadcast(data, self.groups.world, source=view.rank_of(source.id))
+        length, rank = torch.tensor([len(data)]), view.rank_of(source.id)
+        self.groups.broadcast([length], source=rank)
+        flat = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8)
+        self.groups.broadcast([flat], source=rank)
         if me.id not in behind:
             return False
-        self.seed, checkpoint, collected = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        file = io.BytesIO(flat.numpy().tobytes())
+        self.seed, checkpoint, collected = torch.load(file, map_location="cpu", weights_only=True)
         self._load(checkpoint, with_place=joins)
         self._logs.take(collected)
         self.committed = view.target - is_in_step  # who steps counts the step whose outcome this is
@@ -268,7 +274,7 @@ class Views:
         values: list[dict[str, int]] = [{} for _ in view.members]
         own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
         if self.groups.world is not None:
-            dist.all_gather_object(values, own, group=self.groups.world)
+            self.groups.run(partial(dist.all_gather_object, values, own, group=self.groups.world))
         if not names_that_differ(values):
             return
         raise ReplicaDriftError(
@@ -285,16 +291,6 @@ def hash_of(values: object) -> str:
 
 def _is_of_others(error: BaseException) -> bool:
     return "comm: " in str(error) or (isinstance(error, Exception) and comes_from_others(error))
-
-
-def _broadcast(data: bytes, group: dist.ProcessGroup, *, source: int) -> bytes:
-    options = dist.BroadcastOptions()
-    options.rootRank = source
-    length = torch.tensor([len(data)])
-    group.broadcast([length], options).wait()
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
-    group.broadcast([flat], options).wait()
-    return flat.numpy().tobytes()
 
 
 def _host_id() -> str:

@@ -14,17 +14,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.precision.averaging import averages_of, masters_of
+from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
-from lightning_hybrid.strategy.compatibility import (
-    in_callbacks,
-    in_nodes,
-    in_optimizers,
-    in_precision,
-    refuse_excluded,
-)
+from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.node_slices.layer_plans import requested_layers
-from lightning_hybrid.strategy.node_slices.refusals import refuse_layers
+from lightning_hybrid.strategy.node_slices.refusals import pruned_layers, refuse_layers
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
 
 
@@ -35,10 +30,7 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
         ValueError: options, callbacks, nodes or layers do not fit.
     """
     module, topology, layers = fit.module, fit.topology, requested_layers(fit.module)
-    asked = {**asked, "node slices": f"`node_slices` (={layers!r:.90})"}
-    refuse_excluded(asked | in_precision(fit.precision))
-    cut = [module.get_submodule(name) for names in layers for name in names]
-    refuse_excluded(asked | in_callbacks(fit.trainer.callbacks, cut=cut) | in_nodes(topology))
+    refuse_excluded({**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
             f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out (in recipes "
@@ -46,9 +38,9 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
             "share one)."
         )
         return None
-    refuse_layers(module, layers, num_slices=len(topology.node))
+    refuse_layers(module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks))
     here = [names for names in layers if not any(one.is_meta for one in _parameters(module, names))]
-    return NodeSlicesExtension(here)  # others are on the ranks of other stages
+    return NodeSlicesExtension(here, is_adasum="adasum" in asked)  # others are on the ranks of other stages
 
 
 class NodeSlicesExtension(FitExtension):
@@ -58,8 +50,8 @@ class NodeSlicesExtension(FitExtension):
     any number of images and batches, and one may run the module alone. Other runs of the trainer find whole layers.
     """
 
-    def __init__(self, layers: list[tuple[str, ...]]) -> None:
-        self._layers = layers
+    def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
+        self._layers, self._is_adasum = layers, is_adasum
         self._slices: SlicedFit | None = None  # from the cut to the end
 
     @property
@@ -90,7 +82,10 @@ class NodeSlicesExtension(FitExtension):
             comm_dtype=fit.hook_state.comm_dtype,
             # DDP's own flag: False between the batches of one step.
             averages=lambda: bool(wrapped.require_backward_grad_sync),
+            is_adasum=self._is_adasum,
         )
+        if has_grad_scaler(fit.precision):
+            slices.agree_on_overflow(fit.precision.scaler)
         _connect_stages(fit, slices.largest)
         clip = partial(clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node)
         fit.precision.clip_grad_by_norm = clip
@@ -155,4 +150,4 @@ def _parameters(module: nn.Module, names: tuple[str, ...]) -> list[nn.Parameter]
 
 def _connect_stages(fit: FitContext, largest: Callable[[Any], Any] | None) -> None:
     if hasattr(fit.precision, "connect_stages"):
-        fit.precision.connect_stages(largest)
+        fit.precision.connect_stages(largest, is_of_slices=True)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+
+from lightning_hybrid.lightning_names import lightning_types
 
 _KINDS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _PLAIN = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
 _OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse", "add_zero_attn")  # that need whole tensors
 
 
-def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int) -> None:
+def pruned_layers(callbacks: Iterable[Any]) -> set[nn.Module]:
+    """Return the layers that callbacks are to prune."""
+    kind = lightning_types("pytorch.callbacks.ModelPruning")
+    return {layer for one in callbacks if isinstance(one, kind) for layer, _ in one._parameters_to_prune or ()}
+
+
+def refuse_layers(
+    module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_slices: int, pruned: Container[nn.Module] = ()
+) -> None:
     """Check that all that is to be cut can be.
 
     Raises:
@@ -34,12 +44,13 @@ def refuse_layers(module: nn.Module, layers: Sequence[tuple[str, ...]], *, num_s
             rows.append(last)
             _refuse_pair(first, columns, last, group, num_slices)
     for layer in (*others, *rows):
-        _refuse_layer(layer, names[layer])
+        _refuse_layer(layer, names[layer], is_pruned=layer in pruned)
     _refuse_ties(names, rows, others)
 
 
-def _refuse_layer(layer: nn.Module, name: str) -> None:
+def _refuse_layer(layer: nn.Module, name: str, *, is_pruned: bool) -> None:
     held = [*_held(layer), *(option for option in _OPTIONS if getattr(layer, option, None))]
+    held += ["ModelPruning"] * is_pruned
     if type(layer) not in _KINDS or not _PLAIN.issuperset(held) or "sliced" in vars(layer):
         raise ValueError(
             f"`{name}` (={type(layer).__name__} with {', '.join(held)}) must be a torch.nn.Linear, Embedding or "

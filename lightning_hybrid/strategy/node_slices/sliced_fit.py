@@ -130,10 +130,11 @@ class SlicedFit:
         *,
         comm_dtype: torch.dtype | None,
         averages: Callable[[], bool],
+        is_adasum: bool,
     ) -> None:
         """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
-        slices = self._parameters.values()
-        self._gradients = SliceGradients(slices, across=self.across, comm_dtype=comm_dtype, averages=averages)
+        how: Any = {"comm_dtype": comm_dtype, "averages": averages, "adasum_in": self.node if is_adasum else None}
+        self._gradients = SliceGradients(self._parameters.values(), across=self.across, **how)
         for optimizer in optimizers:
             cut = [one for one in parameters_of(optimizer) if id(one) in self._slices]
             if not cut or not hasattr(optimizer, "parts"):
@@ -159,6 +160,16 @@ class SlicedFit:
         """Return the largest of the node, which is that of all nodes: they have the same gradients. Collective."""
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.node)
         return value
+
+    def agree_on_overflow(self, scaler: Any) -> None:
+        """Let Lightning's gradient scaler skip a step on all ranks of the node, or on none."""
+        unscale = scaler._unscale_grads_
+
+        def unscaled(*args: Any) -> Any:
+            return {device: self.largest(found_inf) for device, found_inf in unscale(*args).items()}
+
+        vars(scaler)["_unscale_grads_"] = unscaled
+        self._lent.callback(vars(scaler).pop, "_unscale_grads_")
 
     # ---- validation and state --------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.coded_plan import plan_for_owners
+from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
 from lightning_hybrid.strategy.shard_update.late_gather import is_compiled
@@ -57,9 +58,11 @@ class ShardUpdateExtension(FitExtension):
         # In the node links are fast, and memory is the reason; a compiled forward would not wait for its weights.
         is_late = self._scope == "world" and not is_compiled(fit.module)
         self._shared = ShardedFit(fit, is_late=is_late)
-        # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
-        is_possible = not fit.ddp_options.get("find_unused_parameters", False)
-        self._shared.scatter_gradients(fit.hook_state, is_possible=is_possible)
+        # In stages of a pipeline tied weights and the verdict look at all gradients.
+        if not isinstance(fit.topology, ReplicaSets):
+            # It looks for unused parameters on its own, in gradients that are then not averages everywhere.
+            is_possible = not fit.ddp_options.get("find_unused_parameters", False)
+            self._shared.scatter_gradients(fit.hook_state, is_possible=is_possible)
 
     @property
     def _parts(self) -> ShardedFit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,10 @@ class ShardedFit:
                     optimizer.state[parameter] = cut(optimizer.state[parameter], pair)
             if hasattr(optimizer, "parts"):
                 pairs = [pair for pair in self.weights.of(optimizer) if isinstance(pair, MasterShard | WeightShard)]
-                parts = {**(optimizer.parts or {}), **{pair.master: pair.part for pair in pairs}}  # slices' too
+                # Slices of layers too, which ranks of all nodes hold.
+                num = 1 if self.exchange.is_in_node else engine.topology.num_nodes
+                given = {key: replace(part, num_holders=num) for key, part in (optimizer.parts or {}).items()}
+                parts = {**given, **{pair.master: pair.part for pair in pairs}}
                 self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_))
         self._direct_steps: list[DirectSteps] = []
         self._step: MasterStep | None = None
@@ -76,7 +80,7 @@ class ShardedFit:
         rank, num_parts = self.exchange.place
         found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
         # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of.
-        same = [parameter for parameter in found if not getattr(parameter, "_ddp_ignored", False)]
+        same = [p for p in found if not getattr(p, "_ddp_ignored", False) and not p.is_meta]  # meta: of other stages
         # Of the world most tensors have fewer blocks than it has ranks: then some ranks have no part of them.
         num_least = num_parts if self.exchange.is_in_node else 2
         large = [p for p in same if is_split(p.numel(), num_least, BLOCK) and not has_gaps(p)]

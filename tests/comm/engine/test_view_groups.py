@@ -1,6 +1,7 @@
 """Groups of an elastic run's view on CUDA, by groups of NCCL's that only record, and its engine before any view."""
 
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -135,6 +136,22 @@ def test_a_host_that_leaves_while_groups_connect_is_an_error_and_no_wait(happene
         open_view(cut.append)
     may_end.set()
     assert sum(what in ("gloo", "nccl") for what, *_ in happened.calls) == (backend == "nccl")
+
+
+def forget_to_end(limit):
+    time.sleep(limit.total_seconds())
+    raise RuntimeError("Operation timed out!")
+
+
+def test_a_wait_that_gloo_forgets_is_left_behind_when_the_view_has_ended(happened):
+    groups, _ = open_view()
+    groups.world.allreduce = lambda tensors: SimpleNamespace(wait=forget_to_end, is_completed=lambda: False)
+    threading.Timer(0.3, groups.cut).start()
+    with pytest.raises(RuntimeError, match="comm: the view has ended"):
+        groups.add_up(torch.zeros(1))
+    world = groups.world
+    groups.destroy()
+    assert view_groups._LEFT.pop() == [world]  # to free it would be to wait
 
 
 def test_an_engine_that_has_no_view_yet_takes_errors_and_is_closed():

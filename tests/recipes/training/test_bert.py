@@ -14,6 +14,7 @@ from tests.scenes import Saves, at, same
 pytest.importorskip("transformers")
 
 NUM_STEPS = 20
+BOUNDS = {"32-true": 1e-5, "16-true": 2e-5}  # the second: a change of a thousandth moves losses of 6 by 1.1e-4
 SMALL = "recipe=bert_tiny model.num_classes=500 global_batch_size=16 warmup_epochs=null warmup_steps=4"
 
 
@@ -50,7 +51,7 @@ def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None, node_slice
 
 @cache
 def undisturbed(*words):
-    return fitted(*words, "trainer.devices=1")
+    return fitted(*words, *ONE_RANK)
 
 
 def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
@@ -83,30 +84,58 @@ def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precis
         assert list(own) == list(weights)
 
 
-def fitted_in_slices(*args):
-    return fitted(*args, node_slices=(("network",),))
+TWO_BY_TWO, ONE_RANK = (*STAGES, "trainer.devices=4"), ("trainer.devices=1",)
+
+
+def fitted_in_slices(options, *args):
+    return fitted(*args, node_slices=(("network",),), **options)
+
+
+def fitted_in(layout, rank_pool, *args, **options):
+    """Losses and weights, on one rank or in two stages whose layers are cut in two, where all ranks have the same."""
+    if layout is ONE_RANK:
+        return fitted(*args, *layout, **options)
+    found = rank_pool.ranks(4).run(fitted_in_slices, options, *args, *layout, timeout_s=300)
+    assert all(same(own, found[0][1]) for _, own in found)
+    means = [(found[stage][0] + found[2 + stage][0]) / 2 for stage in range(2)]  # each data rank has half of a batch
+    assert torch.equal(*means)
+    return means[0], found[0][1]
 
 
 @pytest.mark.parametrize(
     ("precision", "bound"), [("32-true", 1e-5), pytest.param("64-true", 1e-10, marks=pytest.mark.long)]
 )
 def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, text, precision, bound):
-    words = (f"precision={precision}", "trainer.gradient_clip_val=0.5")  # moves losses by a thousandth
-    whole, weights = undisturbed(text, "strategy=ddp", *words)
-    found = rank_pool.ranks(4).run(fitted_in_slices, text, *STAGES, "trainer.devices=4", *words, timeout_s=300)
-    for one, other in (found[::2], found[1::2]):  # the ranks of a stage, each with half of a batch
-        torch.testing.assert_close((one[0] + other[0]) / 2, whole, rtol=bound, atol=0)
-    for _, own in found:
-        assert own.keys() == weights.keys()
-        assert same(own, found[0][1])
+    words = (text, f"precision={precision}", "trainer.gradient_clip_val=0.5")  # moves losses by a thousandth
+    whole, weights = undisturbed(*words, "strategy=ddp")
+    losses, own = fitted_in(TWO_BY_TWO, rank_pool, *words)
+    torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
+    assert own.keys() == weights.keys()
 
 
-def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(text):
+@pytest.mark.parametrize("layout", [ONE_RANK, pytest.param(TWO_BY_TWO, marks=pytest.mark.long)], ids=["1", "2x2"])
+def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_pool, text, layout):
     """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
     whole, _ = undisturbed(text)
-    band = (fitted(text, "trainer.devices=1", spoil=1e-3)[0] - whole).abs().max()
-    half, _ = fitted(text, "trainer.devices=1", "precision=16-true")
+    band = (fitted(text, *ONE_RANK, spoil=1e-3)[0] - whole).abs().max()
+    half, _ = fitted_in(layout, rank_pool, text, "precision=16-true")
     assert 0 < (half - whole).abs().max() < band
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(TWO_BY_TWO, TWO_BY_TWO), (TWO_BY_TWO, ONE_RANK), (ONE_RANK, TWO_BY_TWO)],
+    ids=["2x2 to 2x2", "2x2 to 1", "1 to 2x2"],
+)
+def test_a_run_goes_on_in_another_layout(rank_pool, text, tmp_path, first, then, precision):
+    """To the bit in the same one; the checkpoint is within an epoch."""
+    words, path = (text, f"precision={precision}", "trainer.max_steps=10"), str(tmp_path / "some.ckpt")
+    losses, weights = fitted_in(first, rank_pool, *words, callbacks=[Saves(path, step=6)])
+    rest, again = fitted_in(then, rank_pool, *words, ckpt_path=path)
+    torch.testing.assert_close(rest, losses[6:], rtol=0 if first is then else BOUNDS[precision], atol=0)
+    assert same(weights, again) or first is not then
 
 
 def test_a_resumed_run_ends_with_the_same_bits(text, tmp_path):

@@ -200,7 +200,7 @@ def logged_by(
             for value in shards:
                 module.log_step(value)
                 logs.end_shard()
-        logs.share(None, num_shards=len(shards), is_first_of_host=True)
+        logs.share(lambda flat: None, num_shards=len(shards), is_first_of_host=True)
     shared = results["training_step.shared"]
     return {
         "own": float(results["training_step.own"].compute()),
@@ -234,10 +234,10 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
     for value in (1.0, 2.0):
         for module, _, epoch in (ahead, behind):
             logs = step(module, epoch, value)
-            logs.share(None, num_shards=1, is_first_of_host=True)
+            logs.share(lambda flat: None, num_shards=1, is_first_of_host=True)
     step(behind[0], behind[2], 7.0).restore()  # its sums never came
     ahead[0]._trainer.is_last_batch = True
-    step(ahead[0], ahead[2], 6.0).share(None, num_shards=1, is_first_of_host=True)
+    step(ahead[0], ahead[2], 6.0).share(lambda flat: None, num_shards=1, is_first_of_host=True)
     ahead[2].commit()
     ahead[1].reset()
     ahead[0]._trainer.current_epoch = 1

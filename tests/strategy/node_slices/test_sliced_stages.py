@@ -1,0 +1,45 @@
+"""Stages of a pipeline whose layers are cut over the ranks of a node that hold them."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid import Comm
+from tests import toy
+from tests.pipeline.cases import accumulated, in_stages
+from tests.scenes import fit
+from tests.strategy.node_slices.sliced import difference
+
+BOUNDS = {"32-true": 1e-6, "16-true": 4e-3}  # as of layers that are cut without stages
+CLIPS, SCALE, NARROW = {"gradient_clip_val": 0.1}, {"loss_scale": 1024}, {"comm": Comm(tune="off", dtype="float16")}
+
+
+class Staged(toy.Toy):
+    """A pair in the first stage, and in the last a head alone, of which nothing is left to DDP."""
+
+    def __init__(self, is_cut):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            pair = [nn.Linear(toy.NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, 14), nn.LayerNorm(14)]
+            self.net = nn.Sequential(*pair, nn.Linear(14, toy.NUM_CLASSES))
+        self.net.node_slices = (("0", "2"), ("4",)) if is_cut else ()
+
+
+@pytest.mark.parametrize(
+    ("num_data_ranks", "precision", "scene"),
+    [
+        (2, "32-true", {}),
+        pytest.param(4, "32-true", CLIPS, marks=pytest.mark.long),
+        pytest.param(4, "16-true", SCALE, marks=pytest.mark.long),
+        pytest.param(4, "16-true", SCALE | NARROW, marks=pytest.mark.long),
+    ],
+)
+def test_they_train_what_whole_layers_train_on_one_node_and_on_two(rank_pool, num_data_ranks, precision, scene):
+    scene = {"precision": precision, **scene}
+    (whole, *_) = fit(rank_pool.ranks(num_data_ranks), partial(Staged, False), **accumulated(**scene))
+    stages = in_stages(cuts=[4], ranks_per_node=4, **scene)
+    for seen in fit(rank_pool.ranks(2 * num_data_ranks), partial(Staged, True), **stages):
+        assert difference(seen.weights, whole.weights, least=1.0) < BOUNDS[precision]
