@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from tests.evidence.memory.bert import loss_of
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Comm
@@ -20,7 +21,6 @@ from recipes.networks.bert import Bert
 from recipes.planning.activations import step_bytes
 from recipes.planning.estimates.memory import MemoryChoices, StateBytes
 from recipes.planning.layers import WithoutValues
-from tests.evidence.memory.bert import loss_of
 from tests.rank_pool import RankPool
 from tests.scenes import at, fit
 
