@@ -64,7 +64,6 @@ MAY_BE_LONGER = {
     "recipes/networks/alexnet.py": 303,
     "recipes/planning/calibration/microbenchmarks.py": 363,
     "recipes/planning/simulate_report.py": 310,
-    "tests/evidence/faults/inject.py": 305,
 }
 """What is longer already: a number may only shrink, and a file of 300 lines leaves the table."""
 

@@ -23,13 +23,6 @@ def state_by_name(state_dict: dict[str, Any], optimizer: Optimizer, module: nn.M
 
     Raises:
         ValueError: The numbers of parameters differ.
-
-    >>> import torch
-    >>> module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
-    >>> weights, biases = [module[0].weight, module[1].weight], [module[0].bias, module[1].bias]
-    >>> optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
-    >>> [group["params"] for group in state_by_name(optimizer.state_dict(), optimizer, module)["param_groups"]]
-    [['0.weight', '1.weight'], ['0.bias', '1.bias']]
     """
     saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
     if saved and isinstance(saved[0], str):

@@ -184,14 +184,6 @@ class CommPlan:
         Small tensors are fused until the next would pass `bucket_bytes`, or less (see `num_buckets`); a larger one
         travels alone; from the end, tensors are fused up to `last_bucket_bytes`, and at least the last one is in that
         bucket.
-
-        >>> CommPlan(bucket_bytes=100, last_bucket_bytes=20).bucket_caps([60, 30, 30, 500, 50, 10, 10], num_nodes=2)
-        [90, 30, 500, 50, 20]
-        >>> plan, one = CommPlan(), CommPlan(num_buckets=1)
-        >>> plan.bucket_caps([MIB] * 32, num_nodes=2)[:3], one.bucket_caps([MIB] * 32, num_nodes=2)
-        ([2097152, 2097152, 2097152], [26214400, 6291456, 1048576])
-        >>> plan.bucket_caps([MIB] * 32, num_nodes=1)
-        [7340032, 26214400]
         """
         if self.has_ddp_buckets(on_cuda=on_cuda):
             return ddp_buckets(tensor_bytes, self.bucket_bytes)

@@ -113,9 +113,6 @@ class Topology:
     def from_ranks_per_node(cls, *, rank: int, world_size: int, ranks_per_node: int) -> Topology:
         """Take consecutive blocks of `ranks_per_node` ranks as nodes: the user says so, nothing is looked up.
 
-        >>> Topology.from_ranks_per_node(rank=1, world_size=4, ranks_per_node=2).nodes
-        ((0, 1), (2, 3))
-
         Raises:
             ValueError: if the blocks do not fit (see `validate_ranks_per_node`).
         """

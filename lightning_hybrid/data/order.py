@@ -24,14 +24,6 @@ def batch_size_per_rank(*, global_batch_size: int, world_size: int, accumulate_g
 
     Raises:
         ValueError: The quotient is no whole number.
-
-    >>> batch_size_per_rank(global_batch_size=65536, world_size=1024, accumulate_grad_batches=2)
-    32
-    >>> batch_size_per_rank(global_batch_size=128, world_size=3)
-    Traceback (most recent call last):
-        ...
-    ValueError: `global_batch_size` (=128) must be a multiple of `world_size * accumulate_grad_batches` (=3 * 1): \
-42.67 images per rank is not a whole number. Nearest that fit: global_batch_size=126 or 129.
     """
     num_parts = world_size * accumulate_grad_batches
     if global_batch_size < 1 or global_batch_size % num_parts:

@@ -36,13 +36,6 @@ class SeededStreams:
     """Contexts in which the global streams are seeded by numbers, and after which they are as they were before.
 
     After a context within another one the outer one's streams begin again.
-
-    >>> seeded = SeededStreams()
-    >>> with seeded(3, 4):
-    ...     one = torch.rand(1), np.random.rand(), random.random()
-    >>> with seeded(3, 4):
-    ...     one == (torch.rand(1), np.random.rand(), random.random())
-    True
     """
 
     def __init__(self) -> None:

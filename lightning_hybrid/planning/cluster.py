@@ -14,7 +14,7 @@ from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.plan_search import choose_plan
 
 # How far predicted sums between nodes are off: 80 % of measured times lie within these times the predicted.
-# By fabric and bytes, as `tests.evidence.planner.between_nodes` prints them: the 10 and 90 % quantiles of measured over
+# By fabric and bytes, as `tests.evidence.planner.between_nodes` has them: the 10 and 90 % quantiles of measured over
 # predicted time, each source of equal weight, widened by half (in the logarithm): the first of steps of a quarter with
 # which those of the half of sources that was read hold 70 % of a source left out. They hold 92 % of the other half.
 # InfiniBand, RoCE and EFA are one class; all rows are of A100 and H100 with NVLink, on nodes of up to 8.
@@ -27,7 +27,7 @@ ERRORS = {
     "tcp": ((0.84, 2.24), (0.51, 2.18), (0.72, 2.1)),
 }
 # The same of sums that were measured on 4 nodes or more, on up to `HOLDS_TO` times as many, as
-# `tests.evidence.planner.from_few_nodes` prints them. Further on they get wider, in the logarithm, by a quarter with
+# `tests.evidence.planner.from_few_nodes` has them. Further on they get wider, in the logarithm, by a quarter with
 # each doubling (fitted to Alps).
 MEASURED_VERBS = ((0.73, 1.28), (0.73, 1.28), (0.8, 1.16))
 MEASURED = ((0.9, 1.99), (0.5, 2.66), (0.87, 1.85))

@@ -19,7 +19,6 @@ Needs Linux, root, gcc, iproute2 and util-linux; ``why_not()`` says what is miss
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import pickle
 import select
@@ -37,6 +36,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.rank_pool import warm_context
 
 SOURCE = Path(__file__).with_name("netemu.c")
 TOOLS = ("gcc", "ip", "nsenter", "setpriv", "sysctl")
@@ -63,16 +64,6 @@ class Traffic:
     def sent_bytes(self) -> tuple[int, ...]:
         """Of every host."""
         return tuple(sum(row) for row in self.matrix)
-
-    @property
-    def received_bytes(self) -> tuple[int, ...]:
-        """Of every host."""
-        return tuple(sum(column) for column in zip(*self.matrix, strict=True))
-
-    def __sub__(self, earlier: Traffic) -> Traffic:
-        """What came between."""
-        rows = zip(self.matrix, earlier.matrix, strict=True)
-        return Traffic(matrix=tuple(tuple(a - b for a, b in zip(*pair, strict=True)) for pair in rows))
 
 
 class Cluster:
@@ -304,12 +295,11 @@ class Cluster:
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run an importable function on every rank, in a Gloo world of its own; its results, in rank order.
 
-        The ranks are forked from one process that has imported torch, which is much faster than ``run``. Raises
+        The ranks are forked from one process that has imported Lightning, which is much faster than ``run``. Raises
         ``ClusterError`` with the traceback of every rank that failed, or where one does not end within ``timeout_s``.
         """
         self._num_runs += 1
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_hybrid.comm"])
+        context = warm_context()
         payload = pickle.dumps((function, args))
         pipes: list[Connection] = []
         processes = []

@@ -17,7 +17,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.placement import BLOCK, Part, is_split, spans
-from tests.optim.test_lars import parameters, set_grads
 
 LOOP, LISTS, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
 PATHS = {"loop": LOOP, "lists": LISTS, "fused": FUSED}
@@ -252,3 +251,31 @@ def written(both):
         for param in (*both.own, *both.wholes):
             param.mul_(1.5)
     return both.steps(2, first=2).distance()
+
+
+def normals(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [nn.Parameter(normals(*shape, seed=index, dtype=dtype)) for index, shape in enumerate(shapes)]
+
+
+def set_grads(params, seed, scale=1.0):
+    for index, param in enumerate(params):
+        param.grad = (scale * normals(*param.shape, seed=1000 * seed + index)).to(param.dtype)
+
+
+def run(optimizer, params, num_steps, first=0):
+    for step in range(first, first + num_steps):
+        set_grads(params, step + 1)
+        optimizer.step()
+
+
+def copies_of(params):
+    return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+def assert_same_bits(params, others):
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param, other)

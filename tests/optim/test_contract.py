@@ -18,8 +18,7 @@ from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.diagnostics import trust_ratios
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from tests.optim import makers
-from tests.optim.makers import LOOP, PATHS, Beside, place_of
-from tests.optim.test_lars import assert_same_bits, copies_of, parameters, run, set_grads
+from tests.optim.makers import LOOP, PATHS, Beside, assert_same_bits, copies_of, parameters, place_of, run, set_grads
 from tests.precision.test_optimizer_protocol import HostReads
 
 # ---- of a step on whole tensors, whatever its flags ------------------------------------------------------------------

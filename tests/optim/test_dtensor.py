@@ -12,8 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lightning_hybrid.optim import LAMB, LARS, param_groups
-from tests.optim.makers import FUSED, LR, Beside, Shards, distance, mesh_of
-from tests.optim.test_lars import normals, set_grads
+from tests.optim.makers import FUSED, LR, Beside, Shards, distance, mesh_of, normals, set_grads
 from tests.toy import error_of
 
 # Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.

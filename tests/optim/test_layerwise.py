@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from lightning_hybrid.optim import LAMB, LARS
-from tests.optim.test_lars import assert_same_bits, copies_of, parameters, run, set_grads
+from lightning_hybrid.optim.trust_ratio import tensor_norms
+from tests.optim.makers import assert_same_bits, copies_of, parameters, run, set_grads
 from tests.scenes import same
 
 RULES = {
@@ -146,3 +149,74 @@ def test_a_large_layer_is_stepped_in_blocks_to_the_same_end(rule):
     for params, foreach in ((in_blocks, False), (whole, True)):
         run(rule(params, foreach=foreach), params, 2)
     torch.testing.assert_close(in_blocks, whole, rtol=1e-6, atol=1e-7)
+
+
+FC6 = 4096 * 9216  # elements of AlexNet's largest layer
+
+
+def exact_norm(tensor: Tensor) -> float:
+    return math.sqrt(math.fsum(part.double().square().sum().item() for part in tensor.split(1 << 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norm_of_a_large_constant_layer_is_right_to_1e_6(dtype):
+    """Equal addends are the worst case: each rounds the same way. The norm of n times c is known: c * sqrt(n)."""
+    layer = torch.full((FC6,), 0.01, dtype=dtype)
+    assert tensor_norms([layer]).item() == pytest.approx(layer[0].item() * math.sqrt(FC6), rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num=st.sampled_from([0, 1, 255, 256, 32768, 32769, 65_537, (1 << 20) + 1, (1 << 20) + 300]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_norms_of_any_size_and_dtype_are_right(num, dtype, seed):
+    tensor = torch.randn(num, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    (result,) = tensor_norms([tensor])
+    assert result.dtype == torch.float64
+    assert result.item() == pytest.approx(exact_norm(tensor), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(64, 32, 5, 5).to(memory_format=torch.channels_last),
+        lambda x: x.view(640, 80).T,
+        lambda x: x[::2],
+        lambda x: x[:1].expand(40_000),
+    ],
+    ids=["channels_last", "transposed", "strided", "expanded"],
+)
+def test_norm_does_not_depend_on_the_layout(view):
+    tensor = view(torch.randn(51_200, generator=torch.Generator().manual_seed(1)))
+    assert tensor_norms([tensor]).item() == pytest.approx(exact_norm(tensor.flatten()), rel=1e-6)
+
+
+def test_one_parameter_group_may_use_another_rule():
+    mixed, alone = parameters((4,), (5,)), parameters((4,), (5,))
+    groups = [{"params": mixed[:1]}, {"params": mixed[1:], "momentum_form": "ratio_outside", "denominator": "joint"}]
+    run(LARS(groups, lr=1.0, weight_decay=0.1), mixed, 3)
+    first = LARS(alone[:1], lr=1.0, weight_decay=0.1)
+    second = LARS(alone[1:], lr=1.0, weight_decay=0.1, momentum_form="ratio_outside", denominator="joint")
+    for step in range(3):
+        set_grads(alone, step + 1)
+        first.step()
+        second.step()
+    assert_same_bits(mixed, alone)
+
+
+@pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_channels_last_weights_take_the_same_steps(grad_format):
+    """Blocks go along memory, which is right only where all of weight, gradient and buffer share the layout."""
+    plain = parameters((160, 128, 6, 6))
+    last = [nn.Parameter(plain[0].detach().to(memory_format=torch.channels_last))]
+    for params in (plain, last):
+        optimizer = LARS(params, lr=4.0, weight_decay=0.01)
+        for step in range(2):
+            set_grads(params, step + 1)
+            if params is last:
+                params[0].grad = params[0].grad.to(memory_format=grad_format)
+            optimizer.step()
+    torch.testing.assert_close(last, plain, rtol=1e-6, atol=1e-7)
+    assert optimizer.state[last[0]]["momentum_buffer"].stride() == last[0].stride()

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_hybrid.optim import LARS, param_groups
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
 from tests import toy
-from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import assert_same_bits, copies_of, normals, parameters, run, set_grads
 from tests.scenes import at, fit, same
 
 SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
@@ -107,19 +107,6 @@ def test_a_step_inside_of_autocast_has_the_same_bits():
     with torch.autocast("cpu", torch.bfloat16):
         inside = orthogonalized(moment)[0]
     assert torch.equal(inside, orthogonalized(moment)[0])
-
-
-def test_with_muons_size_it_is_torchs_muon():
-    """torch iterates in bfloat16 and averages the momentum, which changes no direction: 1e-2 of the way per element."""
-    start = parameters((20, 33), (40, 12))
-    ours, theirs, plain = (copies_of(start) for _ in range(3))
-    group = {"params": ours, "trust_ratio": False, "direction": "orthogonal"}
-    run(LARS([group], lr=0.02, momentum=0.9), ours, 5)
-    run(torch.optim.Muon(theirs, lr=0.02, momentum=0.9, nesterov=False, weight_decay=0.0), theirs, 5)
-    run(torch.optim.SGD(plain, lr=0.02, momentum=0.9), plain, 5)
-    for one, other, sgd, first in zip(ours, theirs, plain, start, strict=True):
-        assert (one - other).norm() < 0.1 * (other - first).norm()
-        assert (sgd - other).norm() > 0.3 * (other - first).norm()
 
 
 def test_excluded_groups_stay_momentum_sgd_to_the_bit():

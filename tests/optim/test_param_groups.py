@@ -63,24 +63,14 @@ def test_only_weights_that_are_no_normalisation_are_adapted_and_decay_in_the_mod
     assert [(group["weight_decay"], group["trust_ratio"]) for group in groups] == [(0.1, True), (0.0, False)]
 
 
-def test_normalisation_is_known_by_type_alone():
+def test_each_rule_can_be_had_alone_and_normalisation_is_known_by_type():
+    linear = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    rows = {(): [], ("bias",): ["0.bias", "1.bias"], ("vector",): ["0.bias", "1.weight", "1.bias"]}
+    for rules, excluded in rows.items():
+        assert names_of(param_groups(linear, 0.1, rules=rules), linear)[1] == excluded
     net = model()
     _, excluded = names_of(param_groups(net, 0.1, rules=("normalisation",)), net)
     assert excluded == [f"{index}.{name}" for index in range(1, 6) for name in ("weight", "bias")] + ["6.weight"]
-
-
-@pytest.mark.parametrize(
-    ("rules", "excluded"),
-    [
-        ((), []),
-        (("normalisation",), ["1.weight", "1.bias"]),
-        (("bias",), ["0.bias", "1.bias"]),
-        (("vector",), ["0.bias", "1.weight", "1.bias"]),
-    ],
-)
-def test_each_rule_can_be_had_alone(rules, excluded):
-    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    assert names_of(param_groups(net, 0.1, rules=rules), net)[1] == excluded
 
 
 def head_or_small(name, param, module):

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
-from tests.optim.makers import PATHS
-from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import PATHS, assert_same_bits, copies_of, normals, parameters, run, set_grads
 from tests.reference.families import FAMILIES
-from tests.reference.lamb import lamb as lamb_in_float64
+from tests.reference.families import lamb as lamb_in_float64
 
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 lists_or_loop = pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"])

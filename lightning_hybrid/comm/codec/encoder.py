@@ -19,14 +19,6 @@ class Blocks:
     """The blocks of a tensor on its way between nodes, and the place in the training at which it was submitted.
 
     `feedback`: the residuals that are added before a node's sum is rounded; None: there are none.
-
-    >>> from lightning_hybrid.comm.codec.codec import Codec
-    >>> coder, flat = Coder(Codec(bits=8), torch.device("cpu")), torch.arange(300.0)
-    >>> message = torch.empty(coder.codec.message_bytes(300), dtype=torch.uint8)
-    >>> Blocks.of(coder, flat).encode(flat, message, sender=0)
-    >>> coder.add(torch.stack([message, message]), flat)
-    >>> flat[:3].tolist(), bool((flat / 2 - torch.arange(300.0)).abs().max() < 300 / 127)
-    ([0.0, 4.03125, 4.03125], True)
     """
 
     coder: Coder

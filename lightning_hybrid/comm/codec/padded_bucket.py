@@ -21,11 +21,6 @@ class PaddedBucket:
         numels: elements of each gradient, in the order of the bucket.
         first_ids: the number of the first block of each.
         dtype: that in which the bucket is summed; `device`: where.
-
-    >>> bucket = PaddedBucket([3, 300], [7, 0], dtype=torch.float32, device=torch.device("cpu"))
-    >>> wire = bucket.load(torch.ones(303), before=1)
-    >>> wire.numel(), int(wire.sum()), bucket.ids.tolist()
-    (768, 303, [7, 0, 1])
     """
 
     def __init__(

@@ -68,14 +68,6 @@ def traffic_of(
         ValueError: for `two_level` on nodes of different size, which has no shards there.
 
     Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
-
-    >>> by_node = Topology(rank=0, nodes=((0, 1), (2, 3)))
-    >>> traffic_of("flat", by_node, 100.0)
-    Traffic(least_across=100.0, across=150.0, inside=150.0)
-    >>> traffic_of("two_level", by_node, 100.0, num_bytes_across=50.0)
-    Traffic(least_across=50.0, across=50.0, inside=200.0)
-    >>> traffic_of("flat", Topology(rank=0, nodes=((0, 2), (1, 3))), 100.0)    # round the nodes: every edge leaves one
-    Traffic(least_across=100.0, across=300.0, inside=0.0)
     """
     num_ranks, num_nodes = topology.world_size, topology.num_nodes
     most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest

@@ -47,15 +47,6 @@ class CommTrace:
     """Counters that the threads of an engine may write while another thread drains them.
 
     `clock` returns seconds. `keep_events` is for `write`.
-
-    >>> ticks = iter([0.0, 2.0, 6.0])
-    >>> trace = CommTrace(clock=lambda: next(ticks))
-    >>> _ = trace.begin(num_bytes=8, is_last=False)    # 0 s
-    >>> _ = trace.begin(num_bytes=4, is_last=True)     # 2 s: backward ends
-    >>> trace.end(); trace.end()                   # the clock is read at the second: 6 s
-    >>> summary = trace.drain()
-    >>> summary.num_buckets, summary.num_bytes, summary.busy_s, summary.exposed_s
-    (2, 12, 6.0, 4.0)
     """
 
     def __init__(self, *, clock: Callable[[], float] = perf_counter, keep_events: bool = False) -> None:
@@ -157,16 +148,7 @@ class CommTrace:
             self._add(rounding_error=error, rounded=rounded)
 
     def replay(self, buckets: Iterable[DeviceTimes]) -> None:
-        """Count buckets that a device has averaged, each begun and ended when it was there.
-
-        >>> trace, kind = CommTrace(), dict(numel=2, dtype="float16", num_bytes=4, algorithm="flat", num_chunks=1)
-        >>> one, two = (BucketPlan(index=index, **kind) for index in range(2))
-        >>> trace.replay([DeviceTimes(bucket=one, traffic=NO_TRAFFIC, is_last=False, ready_s=0.0, done_s=3.0),
-        ...               DeviceTimes(bucket=two, traffic=NO_TRAFFIC, is_last=True, ready_s=2.0, done_s=6.0)])
-        >>> summary = trace.drain()
-        >>> summary.num_steps, summary.busy_s, summary.exposed_s
-        (1, 6.0, 4.0)
-        """
+        """Count buckets that a device has averaged, each begun and ended when it was there."""
         moments = [moment for each in buckets for moment in ((each.ready_s, False, each), (each.done_s, True, each))]
         with self._lock:  # a drain meanwhile would read the host's clock
             for at_s, is_end, each in sorted(moments, key=lambda moment: moment[:2]):

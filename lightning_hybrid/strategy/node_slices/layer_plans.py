@@ -19,11 +19,6 @@ READY_PLANS: dict[str, Sequence[tuple[str, ...]]] = {
 def requested_layers(module: nn.Module) -> list[tuple[str, ...]]:
     """Return what networks in `module` ask to be cut by `node_slices`: names in `module`, pairs and vocabularies.
 
-    >>> module = nn.Sequential(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), nn.MultiheadAttention(4, 2))
-    >>> module[0].node_slices, module.node_slices = (("0", "2"),), (("1",),)
-    >>> requested_layers(module)
-    [('1', '1.out_proj'), ('0.0', '0.2')]
-
     Raises:
         ValueError: with the names that there are.
     """

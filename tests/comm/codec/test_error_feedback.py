@@ -8,6 +8,7 @@ from lightning_hybrid.comm.codec.codec import Codec, Coder
 from lightning_hybrid.comm.codec.encoder import Blocks
 from lightning_hybrid.comm.codec.error_feedback import ErrorFeedback
 from lightning_hybrid.comm.codec.padded_bucket import PaddedBucket
+from lightning_hybrid.comm.hook import from_wire, to_wire
 
 CPU = torch.device("cpu")
 NUMELS = (300, 1000)
@@ -98,3 +99,19 @@ def test_what_fills_a_block_up_keeps_no_residual():
     assert not first[300:].any()
     assert not second[1000:].any()
     assert first[:300].all()
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_it_divides_and_rounds_as_the_hook_does_without_a_codec(dtype, wire):
+    values = torch.randn(3 + 256 + 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bucket, buffer, plain = (
+        PaddedBucket([3, 256, 300], [0, 1, 2], dtype=wire, device=CPU),
+        values.clone(),
+        values.clone(),
+    )
+    padded, expected = bucket.load(buffer, before=2), to_wire(plain, wire, before=2)
+    gradients = torch.cat([padded[:3], padded[256:512], padded[512:812]])
+    assert torch.equal(gradients, expected)
+    assert bucket.store(padded, buffer=buffer, after=1.5) is buffer
+    assert torch.equal(buffer, from_wire(expected, buffer=plain, after=1.5))

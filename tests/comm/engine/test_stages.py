@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.bucket_layout import SCATTER_BYTES
+from lightning_hybrid.comm.engine import gloo_p2p
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import STAGES, stage_scopes
 from lightning_hybrid.comm.topology import Topology
@@ -135,3 +137,74 @@ def test_halves_across_nodes_cost_the_roundings_between_nodes_and_no_more(four_r
 
 def gamma(count, unit_roundoff):
     return count * unit_roundoff / (1 - count * unit_roundoff)
+
+
+COLLECTIVES = ("reduce_to_first_", "broadcast_", "scatter_reduce_", "gather_parts_", "collect_parts_", "exchange_")
+
+
+def sent_as_it_was(name):
+    """Whether each tensor that this rank sends has its first values when the send is waited for; None: it never is."""
+    found = []
+
+    class Send:
+        def __init__(self, tensor, rank, group):
+            self.tensor, self.before, self.place = tensor, tensor.clone(), len(found)
+            self.work = group.send([self.before], rank, 0)
+            found.append(None)
+
+        def wait(self):
+            found[self.place] = torch.equal(self.tensor, self.before)
+            self.work.wait()
+
+    with patch.object(gloo_p2p, "_send", Send):
+        flat = integers(dist.get_rank(), 100, torch.float32)
+        parts = flat.tensor_split(dist.get_world_size())
+        getattr(gloo_p2p, name)(parts if name == "collect_parts_" else flat, dist.group.WORLD)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_send_is_through_before_its_memory_changes_or_goes_back_to_the_caller(rank_pool, name, world_size):
+    found = rank_pool.ranks(world_size).run(sent_as_it_was, name)
+    assert any(found)
+    assert all(all(of_rank) for of_rank in found)
+
+
+def facts_of_groups():
+    """Members, timeouts and number of the groups of stages over nodes (0, 1) and (2, 3); how many are left behind."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=4, ranks_per_node=2)
+    found = []
+    for share in (False, True):
+        groups = CommGroups(topology=topology, timeout=timedelta(seconds=3), share=share)
+        groups.add({"a": "node", "b": "node", "c": "leaders", "d": "world"})
+        own = {name: group for name, group in groups.by_stage.items() if group is not None}
+        members = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
+        timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in own.values()}
+        found.append((members, timeouts, len({id(group) for group in own.values()})))
+        groups.destroy()
+        groups.destroy()
+    return *found, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_every_stage_has_its_own_group_with_the_users_timeout(four_ranks):
+    for rank, (own, shared, num_left) in enumerate(four_ranks.run(facts_of_groups)):
+        node, leaders = [0, 1] if rank < 2 else [2, 3], {"c": [0, 2]} if rank in (0, 2) else {}
+        members = {"a": node, "b": node, **leaders, "d": [0, 1, 2, 3]}
+        assert own == (members, {timedelta(seconds=3)}, len(members))
+        assert shared[0] == members
+        assert shared[2] == len(members) - 1  # of one node's stages
+        assert num_left == 0
+
+
+def destroy_after_the_default_group():
+    topology = Topology.from_ranks_per_node(rank=dist.get_rank(), world_size=2, ranks_per_node=2)
+    groups = CommGroups(topology=topology, timeout=timedelta(seconds=3))
+    groups.add({"a": "world"})
+    dist.destroy_process_group()
+    groups.destroy()
+
+
+def test_groups_may_be_destroyed_after_the_default_group(two_ranks):
+    two_ranks.run(destroy_after_the_default_group)

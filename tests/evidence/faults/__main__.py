@@ -13,7 +13,7 @@ from recipes.cli import config_check, launch
 from recipes.cli.ranges import Count
 from recipes.cli.results import config_and_folder
 from tests.evidence.faults import case as fault_case
-from tests.evidence.faults import comm_cases, mode_cases, numerics_cases, replica_cases
+from tests.evidence.faults import comm_cases, mode_cases
 from tests.evidence.faults import table as fault_table
 from tests.evidence.faults.world import OneHost
 
@@ -43,7 +43,6 @@ def main(cfg: DictConfig) -> None:
         worlds = [entered.enter_context(one) for one in made]
         num_ranks = worlds[0].num_ranks
         cases = comm_cases.cases(num_ranks, worlds[0].ranks_per_host)
-        cases += numerics_cases.cases(num_ranks) + replica_cases.cases(num_ranks)
         cases += comm_cases.cases_of_links(num_ranks) if worlds[0].has_links else []
         cases = cases if cfg.modes is None else mode_cases.cases(num_ranks, cfg.modes)
         with launch.short_errors():

@@ -33,11 +33,10 @@ class FaultCase:
 
     `kind`: a method of `inject.Inject`. `host_link`: arguments of `spoil_link` for the host of `rank`.
     `mended_after_s`: when the link is whole again; None: never. `is_survived`: the run ends, with the weights of an
-    undisturbed one if `has_same_weights`. Else every rank that can must end in an error that contains each of `names`,
-    in which RANK, PLACE and HOST stand for the rank's number, that in a node of two and its host's name, and ` | ` for
-    either, and none of `never_says`. `mode`: of `modes.py`. `no_answer`: the rank itself cannot answer. `own_names`:
-    names in its own error; None: `names`. `warns`: texts of which each must be in one warning of a rank. `everywhere`:
-    the fault is on every rank.
+    undisturbed one. Else every rank that can must end in an error that contains each of `names`, in which RANK, PLACE
+    and HOST stand for the rank's number, that in a node of two and its host's name, and ` | ` for either, and none of
+    `never_says`. `mode`: of `modes.py`. `no_answer`: the rank itself cannot answer. `own_names`: names in its own
+    error; None: `names`.
     """
 
     fault: str
@@ -50,25 +49,20 @@ class FaultCase:
     names: tuple[str, ...] = ()
     never_says: tuple[str, ...] = ()
     own_names: tuple[str, ...] | None = None
-    warns: tuple[str, ...] = ()
     no_answer: bool = False
-    everywhere: bool = False
     host_link: tuple[tuple[str, float], ...] | None = None
     mended_after_s: float | None = None
     pause_s: float = 0.0
     timeout_s: float = 10.0
-    precision: str = "16-true"
     num_steps: int = 12
     lost: str = "the step under way"
-    has_same_weights: bool = True
 
     @property
     def promise(self) -> str:
         """Promise, in the words of the table."""
         if not self.is_survived:
             return "named on every rank"
-        how = "told" if self.warns else ("same bits" if self.has_same_weights else "ranks alike")  # as in the records
-        return f"{'the others end' if self.no_answer else 'survived'}, {how}"
+        return f"{'the others end' if self.no_answer else 'survived'}, same bits"  # as in the records
 
 
 def run_cases(
@@ -111,8 +105,7 @@ def run_case(
     """
     no_answer = (case.rank,) if case.no_answer else ()
     spec = {name: getattr(case, name) for name in ("kind", "rank", "mode", "phase", "step", "pause_s", "timeout_s")}
-    spec |= {"precision": case.precision, "num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
-    spec["rank"] = None if case.everywhere else case.rank
+    spec |= {"num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
     for _ in range(MOST_TRIES):
@@ -143,16 +136,12 @@ def fault_outcome(
     problems += _not_survived(case, words, weights) if case.is_survived else _not_named(case, words, host)
     if not case.is_survived and seconds is not None and seconds > case.timeout_s + ALLOWED_S:
         problems.append(f"after {seconds:.0f} s, beyond {case.timeout_s + ALLOWED_S:g}")
-    warned = [text for one in words.values() for text in one["warnings"]]
-    heard = {name: [text for text in warned if _filled(name, case, host) in text] for name in case.warns}
-    problems += [f"no rank warns {_filled(name, case, host)!r}" for name, texts in heard.items() if not texts]
-    seen = [*errors.values(), *(texts[0] for texts in heard.values() if texts), "all ranks end with the same weights"]
-    where = f"host {host}" if case.host_link else f"rank {case.rank} of {len(run.ranks)}"
+    seen = [*errors.values(), "all ranks end with the same weights"]
     return FaultOutcome(
         promise=case.promise,
         fault=case.fault,
         phase=case.phase,
-        where="every rank" if case.everywhere else where,
+        where=f"host {host}" if case.host_link else f"rank {case.rank} of {len(run.ranks)}",
         detected_by="; ".join(problems)[:LINE] if problems else shorten(seen[0]),
         seconds=seconds,
         lost=case.lost,
@@ -171,7 +160,7 @@ def _not_survived(case: FaultCase, words: dict[int, dict[str, Any]], weights: in
     found = {one["weights"] for one in words.values()}
     if len(found) > 1:
         problems.append("ranks end with different weights")
-    elif case.has_same_weights and weights is not None and found != {weights}:
+    elif weights is not None and found != {weights}:
         problems.append("the weights are not those of an undisturbed run")
     return problems
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ PHASES = (
     "end of fit",  # training is done, the engine still there
     "teardown",  # while the engine is closed
 )
-AT_CONSTRUCTION = tuple(f"has_another_{what}" for what in ("plan", "seed", "network", "version", "order"))
+AT_CONSTRUCTION = ("has_another_plan",)
 """Kinds without a phase: `rank.train_rank` injects them."""
 
 
@@ -47,8 +46,6 @@ class Inject(Callback):
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec, self.folder = spec, Path(spec["folder"])
         self._is_done = False
-        self._spoil_batch: Callable[[Any], None] | None = None
-        self._after_setup: Callable[[pl.Trainer], None] | None = None
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
@@ -56,14 +53,9 @@ class Inject(Callback):
         """Reach phase `setup`."""
         self._reach(trainer, "setup", step=0)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Inject what needs the wrapped model."""
-        if self._after_setup is not None:
-            self._after_setup(trainer)
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap the stages, for phases within a sum: stages run in threads of their own."""
-        if self.spec["phase"] in OF_A_SUM and self.spec["rank"] in (None, trainer.global_rank):
+        if self.spec["phase"] in OF_A_SUM and self.spec["rank"] == trainer.global_rank:
             threads: Any = trainer.strategy._comm.engine._carrier  # type: ignore[attr-defined]
             threads._has_run = self._before_a_stage(trainer, threads._has_run)
 
@@ -89,10 +81,8 @@ class Inject(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Reach phase `forward`; hook a gradient for `backward`; spoil the batch where asked."""
+        """Reach phase `forward`; hook a gradient for `backward`."""
         self._reach(trainer, "forward")
-        if self._spoil_batch is not None:
-            self._spoil_batch(batch)
         if self.spec["phase"] == "backward" and self._is_now(trainer):
             middle_of(trainer).register_hook(lambda _: self._reach(trainer, "backward"))
 
@@ -123,7 +113,7 @@ class Inject(Callback):
             watch.leave = trapped
 
     def _is_now(self, trainer: pl.Trainer, step: int | None = None) -> bool:
-        is_mine = self.spec["rank"] in (None, trainer.global_rank)
+        is_mine = self.spec["rank"] == trainer.global_rank
         return is_mine and trainer.global_step >= (self.spec["step"] if step is None else step) and not self._is_done
 
     def _reach(self, trainer: pl.Trainer, phase: str, step: int | None = None) -> None:
@@ -179,111 +169,14 @@ class Inject(Callback):
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
 
-    def reseeds_the_data(self, trainer: pl.Trainer) -> None:
-        """Change the order of the next epoch: someone seeds by the clock, or by the rank."""
-        loader: Any = trainer.train_dataloader
-        loader.sampler.seed += 1
-
-    # ---- of one rank's model -----------------------------------------------------------------------------------------
-
-    def master_bit_flips(self, trainer: pl.Trainer) -> None:
-        """Flip the lowest bit of one weight's mantissa, as by a cosmic ray."""
-        weight = middle_of(trainer)
-        masters = getattr(trainer.precision_plugin, "masters", None)
-        pair = None if masters is None else masters.pair_of(weight)
-        _flip(weight if pair is None else pair.master)
-
-    def half_bit_flips(self, trainer: pl.Trainer) -> None:
-        """Flip the same in the fp16 copy that the forward reads."""
-        _flip(middle_of(trainer))
-
-    def momentum_bit_flips(self, trainer: pl.Trainer) -> None:
-        """Flip the highest bit of the mantissa in the optimizer's state: the lowest may vanish in rounding."""
-        _flip(trainer.optimizers[0].state[middle_of(trainer)]["momentum_buffer"], bit=22)
-
-    def loads_another_checkpoint(self, trainer: pl.Trainer) -> None:
-        """Load other masters, as from a stale file on one host: DDP synchronises only the weights."""
-        self._after_setup = self.master_bit_flips
-
-    def layer_overflows(self, trainer: pl.Trainer) -> None:
-        """Set weights so large that the layer's output is beyond half precision."""
-        with torch.no_grad():
-            middle_of(trainer).fill_(6e4)
-
-    def layer_dies(self, trainer: pl.Trainer) -> None:
-        """Set a bias so low that the ReLU behind it never opens again."""
-        layer = trainer.lightning_module.get_submodule(MIDDLE)
-        assert isinstance(layer, nn.Linear)
-        with torch.no_grad():
-            layer.bias.fill_(-1e4)
-
-    # ---- of numbers --------------------------------------------------------------------------------------------------
-
-    def nan_once(self, trainer: pl.Trainer) -> None:
-        """Make the loss of one batch nan."""
-
-        def spoil(loss: Tensor) -> Tensor:
-            _spoil_loss(trainer, lambda loss: loss)
-            return loss * float("nan")
-
-        _spoil_loss(trainer, spoil)
-
     def nan_for_good(self, trainer: pl.Trainer) -> None:
         """Make the loss of every batch from now on nan."""
         _spoil_loss(trainer, lambda loss: loss * float("nan"))
-
-    def overflows_now_and_then(self, trainer: pl.Trainer) -> None:
-        """Overflow every second step's gradients: the scale falls to its floor and stays there."""
-        _spoil_loss(trainer, lambda loss: loss * float("inf") if trainer.global_step % 2 else loss)
-
-    def zero_gradients(self, trainer: pl.Trainer) -> None:
-        """Make the loss independent of the weights."""
-        _spoil_loss(trainer, lambda loss: 0.0 * loss)
-
-    def inf_in_one_batch(self, trainer: pl.Trainer) -> None:
-        """Make one value of one image infinite."""
-
-        def spoil(batch: Any) -> None:
-            self._spoil_batch = None
-            _put_inf(batch)
-
-        self._spoil_batch = spoil
-
-    def inf_in_images(self, trainer: pl.Trainer) -> None:
-        """Make one value of every batch from now on infinite."""
-        self._spoil_batch = _put_inf
-
-    def nan_in_labels(self, trainer: pl.Trainer) -> None:
-        """Replace labels by probabilities, one of them nan, in every batch from now on."""
-
-        def spoil(batch: Any) -> None:
-            batch[1] = F.one_hot(batch[1], 4).float()
-            batch[1][3, 1] = float("nan")
-
-        self._spoil_batch = spoil
-
-    def label_out_of_range(self, trainer: pl.Trainer) -> None:
-        """Set a label that is no class."""
-
-        def spoil(batch: Any) -> None:
-            batch[1][3] = 99
-
-        self._spoil_batch = spoil
 
 
 def _spoil_loss(trainer: pl.Trainer, spoil: Callable[[Tensor], Tensor | None]) -> None:
     module: Any = trainer.lightning_module
     module.spoil = spoil
-
-
-def _put_inf(batch: Any) -> None:
-    batch[0][5, 2] = float("inf")
-
-
-def _flip(tensor: Tensor, bit: int = 0) -> None:
-    """Flip a bit in memory, without torch's count of writes."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor.detach().view(integers).view(-1).numpy()[5] ^= 1 << bit
 
 
 def _raise(error: Exception, *_: object) -> None:

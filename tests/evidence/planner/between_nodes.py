@@ -1,4 +1,4 @@
-"""Published all-reduces between nodes against the model, by class: `python -m tests.evidence.planner.between_nodes`.
+"""Published all-reduces between nodes against the model, by class: `tests/planning/test_uncertainty.py`.
 
 `between_nodes.csv` has rows of nccl-tests with their sources (addresses on GitHub). `before_us` is what the model said
 before NCCL's limits per channel, chunks and fabrics were in it (commit c84df1b9). Sources were halved before that
@@ -10,7 +10,7 @@ import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -67,28 +67,6 @@ def rows() -> list[MeasuredRow]:
         ]
 
 
-def table(
-    found: Iterable[MeasuredRow],
-    key: Callable[[MeasuredRow], tuple[str, str]] = lambda row: (row.fabric, row.size),
-) -> str:
-    """Format median and worst errors of the model before and now, by class: fabric and size."""
-    models, groups = {"before": before_s, "now": now_s}, defaultdict[tuple[str, str], list[MeasuredRow]](list)
-    for row in found:
-        groups[key(row)].append(row)
-    titles = [f"{name}, {what}" for name in models for what in ("median", "worst")]
-    lines = [
-        "| " + " | ".join(["fabric", "bytes", "sources", "rows", *titles]) + " |",
-        "|---" * (4 + len(titles)) + "|",
-    ]
-    for (fabric, size), members in sorted(groups.items(), key=lambda item: (item[0][0], SIZES.index(item[0][1]))):
-        cells = [fabric, size, str(len({row.source for row in members})), str(len(members))]
-        for model in models.values():
-            errors = [abs(math.log(row.time_s / model(row))) for row in members]
-            cells += [f"{math.exp(statistics.median(errors)) - 1:.0%}", f"{math.exp(max(errors)):.2f}x"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 GENERATIONS = {"A100": "ampere", "H100": "hopper"}
 INSIDE_BYTES_PER_S = {"nvlink": {"A100": 240e9, "H100": 370.8e9}, "pci": {"A100": 12e9, "H100": 24e9}}
 ALGORITHMS = {"ring": "ring", "nvlstree": "nvls_tree"}
@@ -119,19 +97,9 @@ def cluster_of(row: MeasuredRow) -> Cluster:
     )
 
 
-def now_s(row: MeasuredRow) -> float:
-    """Predict a row."""
-    return row.now_s
-
-
-def before_s(row: MeasuredRow) -> float:
-    """Return what the model said before."""
-    return float(row.values["before_us"]) / 1e6
-
-
 def log_error(row: MeasuredRow) -> float:
     """Return the logarithm of measured over predicted time."""
-    return math.log(row.time_s / now_s(row))
+    return math.log(row.time_s / row.now_s)
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
@@ -175,15 +143,6 @@ def coverage(known: Errors, told: Errors | None = None) -> float:
     return statistics.fmean(statistics.fmean(inside) for inside in held.values())
 
 
-def intervals(known: Errors) -> str:
-    """Format the interval of each class."""
-    lines = ["| class | bytes | sources | 80 % of measured over predicted |", "|---" * 4 + "|"]
-    for (fabric, size), by_source in sorted(known.items()):
-        low, high = interval(by_source)
-        lines.append(f"| {fabric} | {size} | {len(by_source)} | {math.exp(low):.2f} to {math.exp(high):.2f} |")
-    return "\n".join(lines)
-
-
 def coverages() -> dict[str, float]:
     """Return how much the intervals hold: of the half that they were widened by, of the other, and of all."""
     read, unread = (errors_of(row for row in rows() if row.is_unread == half) for half in (False, True))
@@ -192,14 +151,3 @@ def coverages() -> dict[str, float]:
         "unread half, by the intervals of the read": coverage(read, unread),
         "all, of a source left out": coverage(errors_of(rows())),
     }
-
-
-if __name__ == "__main__":
-    for is_unread in (False, True):
-        print("unread half" if is_unread else "read half")
-        print(table(row for row in rows() if row.is_unread == is_unread), end="\n\n")
-    in_nodes_of_8 = [row for row in rows() if row.is_unread and row.values["gpus_per_node"] == "8"]
-    print("unread half, InfiniBand, RoCE and EFA on nodes of 8 GPUs")
-    print(table(in_nodes_of_8, class_of), end="\n\n")
-    print(intervals(errors_of(rows())), end="\n\n")
-    print("\n".join(f"{name}: {share:.0%}" for name, share in coverages().items()))

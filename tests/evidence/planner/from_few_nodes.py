@@ -1,4 +1,4 @@
-"""What sums on a few nodes say of more, and of buckets: `python -m tests.evidence.planner.from_few_nodes`.
+"""What sums on a few nodes say of more, and of buckets: `tests/planning/test_uncertainty.py`.
 
 Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the
 fewer nodes, are the curve of the cluster that predicts the others. Buckets: 256 MiB of gradients, ready evenly over a
@@ -20,9 +20,7 @@ from tests.evidence.planner.between_nodes import (
     MeasuredRow,
     class_of,
     cluster_of,
-    intervals,
     log_error,
-    now_s,
     rows,
 )
 
@@ -41,7 +39,7 @@ def runs() -> Runs:
 
 def calibrated(row: MeasuredRow, few: list[MeasuredRow]) -> Cluster:
     """Describe where a row was measured, with the curve of those on fewer nodes."""
-    return replace(cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / now_s(each) for each in few}})
+    return replace(cluster_of(row), curves={"nccl": {each.num_bytes: each.time_s / each.now_s for each in few}})
 
 
 @cache
@@ -108,18 +106,3 @@ def chosen_buckets() -> dict[str, list[tuple[float, float]]]:
             if few := [nodes for nodes in by_nodes if MEASURED_FROM <= nodes < many <= HOLDS_TO * nodes]:
                 chosen[f"{kind}, measured"] += regrets(measured, by_nodes[max(few)])
     return chosen
-
-
-if __name__ == "__main__":
-    print("| class | from nodes | to | calibrated, median | model alone |\n|---|---|---|---|---|")
-    for kind, few, many in sorted(pairs()):
-        if few <= 4:
-            print(f"| {kind} | {few} | {many} | {' | '.join(f'{error:.0%}' for error in median(kind, few, many))} |")
-    print(f"\n{intervals(errors_of_measured())}\n")
-    print(
-        "| choice of a bucket | cases | lost, mean | median | worst | always 25 MiB, mean |\n|---|---|---|---|---|---|"
-    )
-    for name, found in sorted(chosen_buckets().items()):
-        lost, default = zip(*found, strict=True)
-        values = (statistics.fmean(lost), statistics.median(lost), max(lost), statistics.fmean(default))
-        print(f"| {name} | {len(lost)} | {' | '.join(f'{value:.1%}' for value in values)} |")

@@ -1,8 +1,5 @@
 """Clusters of conf/cluster and networks by name, for comparisons with what was published."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,39 +15,6 @@ from tests.checkout import ROOT
 
 CLUSTERS = ROOT / "conf" / "cluster"
 IMAGE = (3, 224, 224)
-
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """Published number, the model's when it was recorded, and the model's of today."""
-
-    what: str
-    unit: str
-    published: float
-    recorded: float
-    predicted: float
-
-    @property
-    def ratio(self) -> float:
-        """Predicted over published."""
-        return self.predicted / self.published
-
-
-def rows_of(record: str, predictions: Sequence[tuple[str, float]]) -> list[PublishedRow]:
-    """Return the rows of a record of the simulator, each with the prediction of today.
-
-    Raises:
-        ValueError: A prediction has no row, or a row no prediction.
-    """
-    path = ROOT / "recipes" / "records" / "simulate" / record / "rows.jsonl"
-    _, *rows = map(json.loads, path.read_text().splitlines())
-    named = [what for what, _ in predictions]
-    if [row["what"] for row in rows] != named:
-        raise ValueError(f"{path} (={len(rows)} rows) must have the rows {named}.")
-    return [
-        PublishedRow(row["what"], row["unit"], row["published"], row["predicted"], predicted)
-        for row, (_, predicted) in zip(rows, predictions, strict=True)
-    ]
 
 
 def cluster_of(name: str, num_nodes: int) -> Cluster:

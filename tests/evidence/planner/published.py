@@ -1,10 +1,10 @@
-"""Simulator against published results, nothing fitted to them: `python -m tests.evidence.planner.published`.
+"""Simulator against published results, nothing fitted to them; `tests/recipes/planning/test_simulate.py` looks at them.
 
 What was published, where, and what was assumed stands in the rows of the record; here is the prediction of each, with
 the constants of conf/cluster.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
@@ -13,12 +13,10 @@ from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from recipes.planning.layers import flops_per_image, work_of
 from tests.evidence.planner.known_clusters import (
-    PublishedRow,
     bus_gb_per_s,
     cluster_of,
     network,
     num_tensors,
-    rows_of,
 )
 
 Prediction = tuple[str, float]
@@ -111,16 +109,6 @@ def nccl_rows() -> Iterator[Prediction]:
             yield f"{what}, one node, {kib} KiB", 1e6 * cluster_of(name, 1).alone_s("nccl", kib * 1024)
 
 
-def published_rows() -> list[PublishedRow]:
-    """Return all rows."""
-    return rows_of("2026-11-26_check_published", [*jia_rows(), *training_rows(), *nccl_rows()])
-
-
-def show(rows: Iterable[PublishedRow]) -> None:
-    """Print a line for each."""
-    for row in rows:
-        print(f"{row.what}: published {row.published:.4g} {row.unit}, predicted {row.predicted:.4g}: {row.ratio:.2f}")
-
-
-if __name__ == "__main__":
-    show(published_rows())
+def predictions() -> list[Prediction]:
+    """Return all, in the order of the record's rows."""
+    return [*jia_rows(), *training_rows(), *nccl_rows()]

@@ -76,7 +76,7 @@ MISSPELT = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", MISSPELT)
 def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     code, out, err = read("train", *words.split())

@@ -7,7 +7,10 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import cross_entropy
 
+from lightning_hybrid.optim import LAMB
 from lightning_hybrid.planning.cost import Link
 from recipes.networks.bert import Bert
 from recipes.networks.flops import forward_flops_per_image
@@ -227,15 +230,35 @@ def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
     assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)  # of line rate, 0.94 is payload
 
 
+def peaks(**options):
+    """Bytes at the peak of a step of 16 texts of 64 tokens between two: predicted, and those of torch's tracker."""
+    torch.manual_seed(0)
+    with WithoutValues():
+        on_meta = Bert(**options)
+    state = StateBytes.of(precision="32-true", optimizer="lamb", copies_gradients=False).per_parameter()
+    predicted = state * sum(map(torch.numel, on_meta.parameters()))
+    predicted += step_bytes(on_meta, [64], batch_size=16, precision="32-true")
+    model = Bert(**options)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    optimizer, tracker = LAMB(model.parameters(), lr=1e-3), MemTracker()
+    optimizer.step()
+    tracker.track_external(model, optimizer, *(one.grad for one in model.parameters()))
+    text = model.example(16, 64, device="cpu")
+    with tracker:
+        logits = model(text).float()
+        cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64)).backward()
+        optimizer.step()
+    return predicted, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
 def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
     """A real step on the CPU, without and with activation checkpointing; the shared embedding is counted once."""
     pytest.importorskip("transformers")
-    from tests.evidence.memory.bert import row
-
     small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    found = [row("cpu", 16, 64, intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (0, 1)]
-    assert all(0.95 < each["ratio"] < 1.05 for each in found), found
-    assert found[1]["measured_bytes"] < 0.6 * found[0]["measured_bytes"]
+    found = [peaks(intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (False, True)]
+    assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in found), found
+    assert found[1][1] < 0.6 * found[0][1]
     with WithoutValues():
         network = Bert(**small)
     assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
@@ -278,12 +301,6 @@ def test_the_answer_orders_what_to_try(monkeypatch):
     assert re.search(
         r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)", found.answer()
     )
-    for lines in found.memory.tracked.items():
-        (kind, size), tracked = lines
-        counted = next(
-            one for one in (found.memory.asked, *found.memory.alone) if (one.kind, one.batch_size) == lines[0]
-        )
-        assert counted.activation_bytes == pytest.approx(tracked, rel=0.05), (kind, size)
     assert "| as asked for " in found.markdown()
     assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
 
@@ -298,6 +315,7 @@ def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
     assert re.search(r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)", found.answer())
 
 
+@pytest.mark.long  # of the whole step: the test of BERT's peak, above
 def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
     """Of Bert's layers in small; the answer's bytes and the tracker's differ by less than 5 %."""
     pytest.importorskip("transformers")

@@ -1,5 +1,7 @@
 """BERT on masked text: the same losses on any ranks and in any precision, exact resume, a phase after another."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -47,8 +49,13 @@ def fitted(root, *overrides, spoil=0.0, callbacks=(), ckpt_path=None, node_slice
     return each, {name: one.detach().clone() for name, one in module.named_parameters()}
 
 
+@cache
+def undisturbed(*words):
+    return fitted(*words, *ONE_RANK)
+
+
 def test_twenty_steps_are_the_same_on_one_two_and_four_ranks_and_accumulated(rank_pool, text):
-    whole, _ = fitted(text, "trainer.devices=1")
+    whole, _ = undisturbed(text)
     assert whole[0] > 6 > whole[-1]  # log 500 = 6.2
     for num_ranks, *overrides in ((1, "batch_size_per_rank=4"), (2,), (4,)):
         words = (f"trainer.devices={num_ranks}", *overrides)
@@ -63,14 +70,14 @@ STAGES = "strategy=pipeline trainer.accumulate_grad_batches=1 strategy.num_micro
 @pytest.mark.parametrize(
     ("num_stages", "precision", "bound"),
     [
-        (2, "32-true", 1e-5),
         (4, "64-true", 1e-10),
+        pytest.param(2, "32-true", 1e-5, marks=pytest.mark.long),  # with layers cut it is in every run
         pytest.param(4, "32-true", 1e-5, marks=pytest.mark.long),
         pytest.param(2, "64-true", 1e-10, marks=pytest.mark.long),
     ],
 )
 def test_twenty_steps_are_the_same_in_stages(rank_pool, text, num_stages, precision, bound):
-    whole, weights = fitted(text, "trainer.devices=1", f"precision={precision}", "strategy=ddp")
+    whole, weights = undisturbed(text, f"precision={precision}", "strategy=ddp")
     words = (*STAGES, f"trainer.devices={num_stages}", f"strategy.num_stages={num_stages}", f"precision={precision}")
     for losses, own in rank_pool.ranks(num_stages).run(fitted, text, *words, timeout_s=300):
         torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
@@ -100,7 +107,7 @@ def fitted_in(layout, rank_pool, *args, **options):
 )
 def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, text, precision, bound):
     words = (text, f"precision={precision}", "trainer.gradient_clip_val=0.5")  # moves losses by a thousandth
-    whole, weights = fitted(*words, *ONE_RANK, "strategy=ddp")
+    whole, weights = undisturbed(*words, "strategy=ddp")
     losses, own = fitted_in(TWO_BY_TWO, rank_pool, *words)
     torch.testing.assert_close(losses, whole, rtol=bound, atol=0)
     assert own.keys() == weights.keys()
@@ -109,7 +116,7 @@ def test_twenty_steps_are_the_same_in_stages_whose_layers_are_cut(rank_pool, tex
 @pytest.mark.parametrize("layout", [ONE_RANK, pytest.param(TWO_BY_TWO, marks=pytest.mark.long)], ids=["1", "2x2"])
 def test_half_precision_stays_within_the_band_of_a_change_of_a_thousandth(rank_pool, text, layout):
     """The band: largest distance from fp32 where each weight is changed by a random thousandth at the start."""
-    whole, _ = fitted(text, *ONE_RANK)
+    whole, _ = undisturbed(text)
     band = (fitted(text, *ONE_RANK, spoil=1e-3)[0] - whole).abs().max()
     half, _ = fitted_in(layout, rank_pool, text, "precision=16-true")
     assert 0 < (half - whole).abs().max() < band

@@ -1,18 +1,28 @@
 """The recipes of the networks: numbers as published, every part of them run, small."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import ModelParallelStrategy
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_hybrid import LocalSteps
+from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
+from recipes.cli import config_check
+from recipes.training import keys
 from recipes.training.build import build
+from recipes.training.fully_sharded import FullyShardedStrategy
+from recipes.training.keys import TRAIN_KEYS
 from tests import toy
 from tests.recipes.composed import composed
+from tests.recipes.datasets.images.pictures import write_split
 from tests.scenes import at
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,3 +178,71 @@ def test_slices_need_the_strategy_that_cuts_layers():
     overrides = ("model=alexnet_bn", "strategy=ddp", "precision=32-true", "model.slice_fc=node")
     with pytest.raises(ValueError, match=r"^`model.slice_fc` \(=node\) and `strategy` \(=DDPStrategy\) exclude each"):
         build(configured(*overrides))
+
+
+def test_a_schedule_that_is_refused_says_why_in_a_recipe():
+    cfg = OmegaConf.create({"strategy": OmegaConf.load(ROOT / "conf/strategy/pipeline.yaml")})
+    cfg.strategy.schedule = "pipedream"
+    config_check.check(cfg, {"strategy": TRAIN_KEYS["strategy"]})  # a list of choices here would hide the reason
+    with pytest.raises(InstantiationException, match=r"weight stashing.*lightning_hybrid/pipeline/README.md"):
+        instantiate(cfg.strategy)
+
+
+def test_a_precision_whose_loss_scale_knows_no_shards_is_refused():
+    cfg = composed("train", "strategy=fsdp2", "precision=16-mixed")
+    with pytest.raises(ValueError, match=r"`precision` \(='.*'\) and strategy=fsdp2 .* Set precision=16-true, bf16-"):
+        keys.check_precision(cfg)
+    for fits in ("bf16-mixed", "32-true", "16-true", "bf16-true"):
+        cfg.precision = fits
+        keys.check_precision(cfg)
+
+
+def test_kernels_in_channels_last_are_refused():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"`channels_last` \(=true\) and strategy=fsdp2 .* `0.weight` has strides"):
+        FullyShardedStrategy().shard_(network)
+
+
+def test_an_average_of_shards_is_refused():
+    trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match=r"`strategy` \(=ModelParallelStrategy\) and MasterWeightAveraging exclude"):
+        MasterWeightAveraging().setup(trainer, nn.Linear(1, 1), "fit")
+
+
+OWN = "model.depth=18 model.width=0.0625 data.image_size=32 data.eval_resize=36 data.num_threads=1".split()
+
+
+@pytest.fixture
+def root(tmp_path):
+    """41 images in two classes."""
+    write_split(tmp_path / "train", 41, classes=("cats", "dogs"))
+    write_split(tmp_path / "val", 6, classes=("cats", "dogs"), first=100)
+    return tmp_path
+
+
+def words_of(refusal):
+    """What the message says to set."""
+    return re.findall(r"Set ([^,]*?)(?: or less)?\.$", str(refusal.value), re.MULTILINE)[0].split()
+
+
+def trained_on_own(root):
+    trainer, module, data = build(configured("data=images", f"data.root={root}", "model=resnet50", *OWN, *FEW))
+    trainer.fit(module, data)
+    return trainer.global_step, module.model.fc.out_features
+
+
+FEW = ["global_batch_size=40", "trainer.max_steps=1", "warmup_epochs=0", "trainer.limit_val_batches=0"]
+
+
+def test_one_command_trains_a_network_with_as_many_classes_as_there_are_folders(one_rank, root):
+    assert one_rank.run(trained_on_own, root) == [(1, 2)]
+
+
+def test_the_network_and_the_batch_that_fit_are_named_at_once(root):
+    """The small network of the default and 128 images a step, in one message; what it says to set is enough."""
+    own = ["data=images", f"data.root={root}"]
+    with pytest.raises(ValueError, match=r"`model` \(=AlexNetBN\) must take images of 3 x 224 x 224") as refusal:
+        build(configured(*own))
+    assert words_of(refusal) == ["model=resnet50", "global_batch_size=41"]
+    _, module, _ = build(configured(*own, *words_of(refusal), *OWN))
+    assert module.model.fc.out_features == 2

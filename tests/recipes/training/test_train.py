@@ -12,7 +12,6 @@ import torch
 
 from tests.checkout import ROOT
 from tests.programs import run_program
-from tests.recipes.training.wandb_file import runs_in
 from tests.scenes import same
 
 TRAIN = ["recipes/train.py"]
@@ -85,22 +84,6 @@ def test_a_run_goes_on_where_there_is_no_home_no_compiler_no_utf8_and_nobody_who
     assert done.returncode == 0, done.stderr.decode()
     assert b"standard output takes no more (No space left on device)" in done.stderr
     assert (run_dir / "summary.json").exists()
-
-
-@pytest.mark.long
-def test_the_main_job_learns_the_digits(tmp_path):
-    """As the README has it, but for 12 of 30 epochs; W&B is on, offline."""
-    out = succeed("trainer.max_epochs=12", f"hydra.run.dir={tmp_path}")
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["metrics"]["test/acc"] >= 0.96
-    assert summary["precision"] == "16-true"
-    assert summary["world_size"] == 2
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    (tracked,) = runs_in(tmp_path)
-    assert tracked.summary["val/acc"] == {"max": summary["best"]["val/acc"]}
-    assert tracked.exit_code == 0
-    lines = [line.split()[0] for line in out.strip().splitlines()[-7:]]
-    assert lines == ["test", "validation", "throughput", "skipped", "communication", "run", "picture"]
 
 
 @pytest.mark.long

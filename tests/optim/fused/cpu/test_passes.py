@@ -12,8 +12,7 @@ from lightning_hybrid.cpp import library as cpp_library
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused.cpu import build
-from tests.optim.makers import distance
-from tests.optim.test_lars import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
 
 QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
 

@@ -20,8 +20,7 @@ from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused import step as fused_step
 from lightning_hybrid.optim.lars import Denominator, MomentumForm
 from lightning_hybrid.placement import BLOCK
-from tests.optim.makers import Beside, Parts, Whole, distance, on_threads, overflow, written
-from tests.optim.test_lars import normals, set_grads
+from tests.optim.makers import Beside, Parts, Whole, distance, normals, on_threads, overflow, set_grads, written
 
 triton = pytest.importorskip("triton", reason="needs triton, which PyPI has for Linux only")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

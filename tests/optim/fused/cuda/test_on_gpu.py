@@ -10,8 +10,7 @@ import torch
 from lightning_hybrid.optim import LARS
 from lightning_hybrid.optim.fused import availability
 from tests.optim.fused.cuda.test_kernels import clones_of, parameters, triton
-from tests.optim.makers import distance
-from tests.optim.test_lars import set_grads
+from tests.optim.makers import distance, set_grads
 
 TENSORS = ("weights", "grads", "buffers", "copies", "numels")
 TYPES = {

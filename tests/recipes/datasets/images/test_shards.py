@@ -1,4 +1,4 @@
-"""Shards: an index appears whole or not at all and is never believed blindly; descriptors are closed by their owner."""
+"""Where images lie: in folders as people have them, and in shards whose index is never believed blindly."""
 
 import os
 import pickle
@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipes.datasets.images import folder as folder_module
 from recipes.datasets.images import shards as shards_module
+from recipes.datasets.images.folder import ImageFolder, check_root
 from recipes.datasets.images.shards import INDEX_NAME, ShardedImages, ShardIndex, holds_shards, shard_name
-from tests.recipes.datasets.images.pictures import image_of, packed, write_root
+from tests.recipes.datasets.images.pictures import image_of, packed, write_root, write_split
 
 
 @pytest.fixture
@@ -107,3 +109,68 @@ def test_a_copy_opens_its_own_files_and_nobody_closes_anothers(folder):
     assert len(images._files) == 2
     del images
     os.close(descriptor)  # still open: this raises if it is not
+
+
+@pytest.fixture
+def train(tmp_path):
+    write_split(tmp_path / "train", 6)
+    return tmp_path / "train"
+
+
+def numbers_of(images):
+    return [images.name(index).split("/")[-1] for index in range(len(images))]
+
+
+def test_images_are_known_by_their_suffix_in_any_case(train):
+    for name in ("a.JPEG", "b.jpeg", "c.JPG", "d.jpg", "e.PNG", "f.png", "g.JPEG.txt", ".h.jpg"):
+        (train / "n02" / name).write_bytes(b"")
+    assert [name for name in numbers_of(ImageFolder(train)) if name[0].isalpha()] == [
+        *("a.JPEG", "b.jpeg", "c.JPG", "d.jpg", "e.PNG", "f.png")
+    ]
+
+
+def test_the_order_is_that_of_the_names_whatever_the_disk_says(train, monkeypatch):
+    expected = ImageFolder(train)
+    listdir, scandir = os.listdir, os.scandir
+
+    class Backwards:
+        def __init__(self, path):
+            self.entries = sorted(scandir(path), key=lambda entry: entry.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(folder_module.os, "listdir", lambda path: sorted(listdir(path), reverse=True))
+    monkeypatch.setattr(folder_module.os, "scandir", Backwards)
+    found = ImageFolder(train)
+    assert found.classes == expected.classes == ("n01", "n02", "n03")
+    assert numbers_of(found) == numbers_of(expected) == [f"{number:05d}.JPEG" for number in (0, 3, 1, 4, 2, 5)]
+
+
+def test_a_name_that_is_no_text_is_read_all_the_same(train):
+    names = [b"\xff\xfe.JPEG", "grün.JPEG".encode()]
+    for name in names:
+        with open(os.fsencode(train / "n01") + b"/" + name, "wb") as file:
+            file.write(image_of(7))
+    images = ImageFolder(train)
+    found = [index for index in range(len(images)) if os.fsencode(images.name(index)).split(b"/")[-1] in names]
+    assert [images.read(index) for index in found] == [image_of(7)] * 2
+
+
+def test_a_class_may_be_a_link_and_a_hidden_folder_is_no_class(train):
+    (train / "n04").symlink_to(train / "n01")
+    (train / ".cache").mkdir()
+    assert ImageFolder(train).classes == ("n01", "n02", "n03", "n04")
+
+
+def test_a_root_without_training_images_is_told_from_one_without_validation(tmp_path):
+    (tmp_path / "val").mkdir()
+    with pytest.raises(ValueError, match=r"train/ is missing\. Set data\.root"):
+        check_root(tmp_path)
+    check_root(tmp_path, splits=["val"])
+    (tmp_path / "val").rename(tmp_path / "train")
+    with pytest.raises(ValueError, match=r"val/ is missing\. Move some images of each class, say a tenth, from train/"):
+        check_root(tmp_path)

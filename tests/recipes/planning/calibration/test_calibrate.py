@@ -98,7 +98,7 @@ def test_too_little_for_a_line_is_refused():
 SHAPES = [(2, 2, 100.0, 2e-4), (2, 4, 1000.0, 2e-4), (4, 2, 1000.0, 2e-3), (4, 1, 100.0, 2e-3)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_nodes", "ranks", "mbit_per_s", "latency_s"), SHAPES)
 def test_a_planted_cluster_is_found_and_predicts_sizes_that_were_not_timed(num_nodes, ranks, mbit_per_s, latency_s):
     """Times have 2 % of noise, medians of nine 0.8 %: links within 5 %, other sums within 15 % (what software costs is

@@ -12,7 +12,6 @@ from recipes.planning.estimates.memory import USABLE_SHARE, MemoryChoices, Memor
 from tests.checkout import ROOT
 
 RECORD = ROOT / "recipes" / "records" / "memory" / "2026-11-23_2-ranks_2-core-cpu"
-HALF_LARS = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
 
 
 def resnet_50():

@@ -1,1 +1,0 @@
-"""Runs killed at random points, compared after their resume: `python -m tests.evidence.resume`."""
