@@ -348,8 +348,9 @@ def disturbed(options: dict[str, Any], folder: Path) -> tuple[Hosts, list[dict[s
         for name in lost:
             run.end(name)
         joins_s = time.monotonic()
-        for name in lost:
+        for name in sorted(lost):
             run.start(name)
+            time.sleep(2.0 * (name == "a" and "stop" in options["kinds"]))  # it takes the first address again
         run.wait(
             "joined",
             lambda: all(all(run.steps(n, since_s=joins_s, hosts=num_all).values()) for n in names),
