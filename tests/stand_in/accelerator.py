@@ -54,10 +54,11 @@ _BACKEND = {  # what `torch.cuda` is to CUDA
     "_is_in_bad_fork": _make(False),
     "get_amp_supported_dtype": _make([torch.float16, torch.bfloat16]),
 }
-_setup_privateuseone_for_python_backend("standin", backend_module=SimpleNamespace(**_BACKEND))
-_AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-_AUTOCAST.fallback(torch.library.fallthrough_kernel)
-DEVICE = torch.device("standin", 0)
+if __name__ == "__main__":  # not where pytest looks for examples
+    _setup_privateuseone_for_python_backend("standin", backend_module=SimpleNamespace(**_BACKEND))
+    _AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    _AUTOCAST.fallback(torch.library.fallthrough_kernel)
+    DEVICE = torch.device("standin", 0)
 
 
 class StandIn(CPUAccelerator):
