@@ -88,8 +88,9 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     def shard_(self, network: nn.Module) -> None:
         """Shard `network` over all ranks, in place: its blocks, each gathered on its own, and what is left.
 
-        A block is a child of the network, or of an `nn.Sequential` in it, that has a matrix or a kernel. Called again,
-        it does nothing, as `configure_model` must.
+        A block has a matrix or a kernel, and is a layer of an `nn.ModuleList`, as Transformers have them; where there is
+        none, a child of the network, or of an `nn.Sequential` in it. Called again, it does nothing, as `configure_model`
+        must.
 
         Raises:
             ValueError: A weight is not contiguous, as `channels_last` makes it.
@@ -156,7 +157,7 @@ def _cut(whole: Any, *, like: Any) -> Any:
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in network.children():
+    found = [layer for one in network.modules() if isinstance(one, nn.ModuleList) for layer in one]
+    for child in () if found else network.children():
         found += child.children() if isinstance(child, nn.Sequential) else [child]
     return found
