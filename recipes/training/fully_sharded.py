@@ -88,9 +88,9 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
     def shard_(self, network: nn.Module) -> None:
         """Shard `network` over all ranks, in place: its blocks, each gathered on its own, and what is left.
 
-        A block has a matrix or a kernel, and is a layer of an `nn.ModuleList`, as Transformers have them; where there is
-        none, a child of the network, or of an `nn.Sequential` in it. Called again, it does nothing, as `configure_model`
-        must.
+        A block has a matrix or a kernel, and is a layer of an `nn.ModuleList`, as Transformers have them; where there
+        is none, a child of the network, or of an `nn.Sequential` in it. Called again, it does nothing, as
+        `configure_model` must.
 
         Raises:
             ValueError: A weight is not contiguous, as `channels_last` makes it.
