@@ -13,7 +13,7 @@ from torch import nn
 
 from recipes.cli.markdown import markdown_table
 from recipes.planning.activations import has_checkpointing, step_bytes, tracked_bytes, with_checkpointing
-from recipes.planning.blocks import Block, blocks_of, units
+from recipes.planning.blocks import Block, blocks_of
 from recipes.planning.estimates.memory import (
     HALF_PRECISIONS,
     USABLE_SHARE,
@@ -25,6 +25,7 @@ from recipes.planning.estimates.memory import (
 from recipes.planning.layers import WithoutValues
 from recipes.planning.parallelism import PipelineChoice
 from recipes.planning.scenario import Scenario
+from recipes.training.fully_sharded import gathered_alone
 
 GB = 1e9
 
@@ -80,6 +81,7 @@ class MemoryReport:
             one, whole = (step_bytes(network, shape, batch_size=n, precision=precision) for n in (1, batch_size))
             return one, whole
 
+        in_blocks = [sum(map(torch.numel, block.parameters())) for block in gathered_alone(model)]
         choices = MemoryChoices(
             states=states,
             activations={(cfg.precision, False): measured(model, cfg.precision)},
@@ -87,7 +89,7 @@ class MemoryReport:
             numels=[numel for block in blocks for numel in block.numels],
             ranks_per_node=cluster.ranks_per_node,
             world_size=cluster.world_size,
-            largest_block=max(sum(map(torch.numel, one.parameters())) for _, one in [*units(model)] or [("", model)]),
+            largest_block=max(in_blocks, default=0) + sum(map(torch.numel, model.parameters())) - sum(in_blocks),
             forward_s=scenario.work().forward_s,
             gather_s=cluster.of(1).alone_s("flat", weight_bytes) / 2,
             gather_all_s=cluster.alone_s("flat", weight_bytes) / 2,

@@ -107,7 +107,7 @@ class FullyShardedStrategy(HostShards, ModelParallelStrategy):
         options["reshard_after_forward"] = self.reshard_after_forward
         if self.offload:  # copies overlap the work only from and to pinned memory, which is CUDA's
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
-        blocks = [one for one in _blocks(network) if any(param.dim() > 1 for param in one.parameters())]
+        blocks = gathered_alone(network)
         if isinstance(self.precision_plugin, ShardedHalfPrecision):
             self.precision_plugin.shard_(network, blocks, **options)
             return
@@ -156,8 +156,9 @@ def _cut(whole: Any, *, like: Any) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
-def _blocks(network: nn.Module) -> list[nn.Module]:
+def gathered_alone(network: nn.Module) -> list[nn.Module]:
+    """Return what of a network is gathered on its own, as `FullyShardedStrategy.shard_` says."""
     found = [layer for one in network.modules() if isinstance(one, nn.ModuleList) for layer in one]
     for child in () if found else network.children():
         found += child.children() if isinstance(child, nn.Sequential) else [child]
-    return found
+    return [one for one in found if any(param.dim() > 1 for param in one.parameters())]

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from recipes.networks.bert import Bert
+from recipes.training.fully_sharded import gathered_alone
 from tests.checkout import ROOT
 
 CASES = {
@@ -33,3 +35,8 @@ def test_offload_leaves_a_device_what_is_gathered_of_a_block():
     assert (whole["scale"], offloaded["scale"]) == (whole["masters"], ["cpu"])
     assert whole["peak"] > 12
     assert "must be held on the host" in refused["error"]
+
+
+def test_blocks_of_a_transformer_are_its_layers_and_none_has_the_weight_that_two_uses_share():
+    network = Bert(num_classes=300, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8)
+    assert gathered_alone(network) == list(network.network.bert.encoder.layer)
