@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char
-from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
@@ -21,15 +19,19 @@ _GLOBAL: Any = np.random.mtrand  # NumPy's, whose generator can be exchanged
 
 
 def seed_streams(*words: int) -> None:
-    """Seed the global streams of torch, NumPy and Python by a hash of these numbers."""
-    digest = blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=20).digest()
-    for_torch, for_python, for_numpy = struct.unpack("<QQI", digest)
+    """Seed the global streams of torch, NumPy and Python by these numbers, each of 64 bits."""
+    key = 1
+    for word in words:
+        key = key << 64 | word
+    random.seed(key)  # of any length, all of which counts: the two others follow from it
     # Not by `torch.manual_seed`: that would seed the streams of GPUs too, from which dropout draws.
-    torch.default_generator.manual_seed(for_torch)
-    random.seed(for_python)
-    if not isinstance(_GLOBAL.get_bit_generator(), np.random.MT19937):  # a worker's; no other kind can be seeded
-        _GLOBAL.set_bit_generator(np.random.MT19937())
-    np.random.seed(for_numpy)
+    torch.default_generator.manual_seed(random.getrandbits(64))
+    for_numpy = random.getrandbits(32)
+    try:
+        _GLOBAL._rand.seed(for_numpy)  # `np.random.seed`, which lets any kind of generator pass
+    except TypeError:  # a worker's; no other kind can be seeded
+        _GLOBAL.set_bit_generator(np.random.MT19937(0))
+        _GLOBAL._rand.seed(for_numpy)
 
 
 class SeededStreams:

@@ -455,7 +455,7 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     return found
 
 
-def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 20) -> dict[str, Any]:
+def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: int = 60) -> dict[str, Any]:
     """Compare processor time of steps with `elastic` and without: two runs that stop and go in turns, as one waits."""
     num, names = options["hosts"] * options["ranks"], [chr(ord("a") + place) for place in range(options["hosts"])]
     runs: dict[bool, Hosts] = {}
@@ -476,11 +476,12 @@ def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: in
     for run in runs.values():
         run.wait("the first window", lambda run=run: len(at(run, "time", window)) == num)
         go(run, window)
-    pairs = []
+    pairs, sums = [], {False: 0.0, True: 0.0}
     for pair in range(num_pairs):
         step = (pair + 2) * window
         seconds = {is_plain: go(runs[is_plain], step) for is_plain in ((False, True) if pair % 2 else (True, False))}
         pairs.append(seconds[False] / seconds[True])
+        sums = {is_plain: sums[is_plain] + each for is_plain, each in seconds.items()}
         print(
             f"pair {pair + 1}: {seconds[False] * 1e3:.2f} ms of {seconds[True] * 1e3:.2f}: {pairs[-1]:.3f}", flush=True
         )
@@ -488,7 +489,8 @@ def healthy(options: dict[str, Any], folder: Path, *, num_pairs: int, window: in
         for name in names:
             run.end(name)
     low, middle, high = statistics.quantiles(pairs, n=4)
-    return {"ratio": middle, "quartiles": [low, high], "least": min(pairs), "most": max(pairs), "pairs": num_pairs}
+    found = {"ratio": middle, "quartiles": [low, high], "least": min(pairs), "most": max(pairs), "pairs": num_pairs}
+    return found | {"ratio_of_sums": sums[False] / sums[True], "plain_ms": sums[True] / num_pairs * 1e3}
 
 
 def _free_port() -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -35,6 +35,8 @@ STORE_LIMIT = timedelta(seconds=10)
 
 # How long a group that is being made is waited for when its view has ended; then it is left to its timeout.
 CONNECT_LIMIT_S = 0.5
+
+_PATIENCE = timedelta(seconds=CONNECT_LIMIT_S / 2)
 
 _LEFT: list[list[dist.ProcessGroup]] = []  # that are left behind: to free them would be to wait
 
@@ -130,16 +132,11 @@ class ViewGroups(CommGroups):
             self.is_stuck = True
             raise
 
-    def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
-        """Copy the tensors of one rank to all others, which have such. Collective. Raises as `run`."""
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Copy a tensor of one rank to all others, which have such. Collective. Raises as `run`."""
         options = dist.BroadcastOptions()
         options.rootRank = source
-        for dtype in {one.dtype: None for one in tensors}:
-            same = [one for one in tensors if one.dtype == dtype]
-            flat = same[0].flatten() if len(same) == 1 else torch.cat([one.flatten() for one in same])
-            self._wait(self._all.broadcast([flat], options))
-            for one, part in zip(same, flat.split([one.numel() for one in same]), strict=True):
-                one.copy_(part.view_as(one))
+        self._wait(self._all.broadcast([tensor], options))
 
     def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in its place. Collective. Raises as `run`."""
@@ -155,7 +152,7 @@ class ViewGroups(CommGroups):
     def _wait(self, work: dist.Work) -> None:
         while True:
             try:
-                work.wait(timedelta(seconds=CONNECT_LIMIT_S / 2))
+                work.wait(_PATIENCE)
                 return
             except RuntimeError:
                 if work.is_completed() and not work.is_success():

@@ -27,6 +27,9 @@ MOST_UNSENT = 4 * 1024 * 1024
 # How a dead process shows. Other errors are of the network, and no proof.
 DEATH = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
+# Ranks of one host give each other fewer signs of life: the kernel tells of an end, and each sign wakes a thread.
+TICKS_WITHIN_HOST = 4
+
 # How long a connection may stay without a greeting, and how long `close` waits until the last words are sent.
 GREETING_S = 10.0
 LAST_WORDS_S = 0.5
@@ -128,6 +131,11 @@ class SocketThread:
         """Do what time asks for; `is_late`: this thread itself was away so long that others were not heard."""
         raise NotImplementedError
 
+    @property
+    def pause_s(self) -> float:
+        """Time between two ticks."""
+        return self._settings.tick_s
+
     # ---- from any thread ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -190,16 +198,11 @@ class SocketThread:
         for listener in self.sockets:
             listener.setblocking(False)
             self._loop.add_reader(listener, self._accept, listener)
-        last_s = monotonic()
         try:
-            while not (await asyncio.wait([self._end], timeout=self._settings.tick_s))[0]:
-                is_late, last_s = monotonic() - last_s > self._settings.silent_s / 2, monotonic()
-                self.tick(last_s, is_late)
-                for each in self._connections():
-                    if not each.is_trusted and last_s - each.since_s > GREETING_S:
-                        each.drop()
-            if not self._end.cancelled():
-                self._end.result()
+            self._tick_again(monotonic())
+            with suppress(asyncio.CancelledError):
+                await self._end
+            last_s = monotonic()
             while monotonic() - last_s < LAST_WORDS_S and any(each.num_unsent() for each in self._connections()):
                 await asyncio.sleep(0.01)
         finally:
@@ -207,6 +210,16 @@ class SocketThread:
                 each.drop()
             await asyncio.sleep(0)
             self._close_all()
+
+    def _tick_again(self, last_s: float) -> None:
+        if self._end.done():
+            return
+        now, pause_s = monotonic(), self.pause_s
+        self.tick(now, now - last_s > pause_s + 0.375 * self._settings.silent_s)
+        for each in self._connections():
+            if not each.is_trusted and now - each.since_s > GREETING_S:
+                each.drop()
+        self._loop.call_later(pause_s, self._tick_again, now)
 
 
 def _closer(of_thread: weakref.ref[SocketThread]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from lightning_hybrid.comm.membership.connections import (
+    TICKS_WITHIN_HOST,
     Connection,
     MalformedError,
     SocketThread,
@@ -56,7 +57,7 @@ class Host(SocketThread):
         self._answers: dict[int, tuple[str, bool, float]] = {}
         self._refused: set[int] = set()  # places where no one listens
         self._since_s = 0.0  # since when this host asks, or its lobby has not grown
-        self._num_waiting = 0
+        self._num_waiting = self._num_ticks = 0
 
     def come(self, committed: int, store: str = "", local: int = 0) -> None:
         """Note that a rank of this host waits for a view."""
@@ -194,14 +195,18 @@ class Host(SocketThread):
             return
         if is_late:  # none was heard meanwhile, for no fault of theirs
             self._seen_s = dict.fromkeys(self._seen_s, now)
-        self._meet(now)
+        self._num_ticks += 1
+        is_full_round = self._num_ticks % TICKS_WITHIN_HOST == 0
+        if is_full_round or not machine.run:
+            self._meet(now)
         watched = {*(machine.candidates() if machine.run else ()), *machine.lobby} - {*machine.lost, self.key}
         for host in sorted(watched):
             self._peer(host).send(kind="alive")
             if now - self._seen_s.setdefault(host, now) > silent_s:
                 machine.lose(host, "silent", f"host {name_of(host)} was silent for {silent_s:g} s")
         for local, each in self._ranks.items():
-            each.send(kind="alive")
+            if is_full_round:
+                each.send(kind="alive")
             if now - self._seen_s[local] > (limit_s := 2 * silent_s):
                 self._deliver("lost", f"rank {local} of this host was silent for {limit_s:g} s")
         self._act()

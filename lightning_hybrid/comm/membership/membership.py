@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.connections import Connection, SocketThread, split
+from lightning_hybrid.comm.membership.connections import TICKS_WITHIN_HOST, Connection, SocketThread, split
 from lightning_hybrid.comm.membership.host import Host
 from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
 
@@ -69,6 +69,11 @@ class Follower(SocketThread):
         self._first = None
         if self.key and not self._has_left:
             self._deliver("lost", "the first rank of this host is gone")
+
+    @property
+    def pause_s(self) -> float:
+        """Time between two ticks."""
+        return self._settings.tick_s * (TICKS_WITHIN_HOST if self.key else 1)
 
     def tick(self, now: float, is_late: bool) -> None:
         """Look for the first rank, or whether it gives signs of life."""

@@ -21,7 +21,7 @@ from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
-from lightning_hybrid.strategy.elastic.flat_buckets import FlatBucket, flat_buckets
+from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
 from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
@@ -60,7 +60,9 @@ class ElasticFit:
         self._loader: ShardLoader | None = None
         self._views: Views | None = None
         self._buckets: list[FlatBucket] = []
-        self._buffers: list[dict[str, Tensor | None]] = []  # of each submodule that has some: to walk takes long
+        self._before: BufferCopy  # of before an attempt
+        self._after_first: BufferCopy  # of this rank's shards
+        self._of_first_rank: BufferCopy
         self._epoch_logs: EpochLogs
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
@@ -129,7 +131,7 @@ class ElasticFit:
         if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
             parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
             self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
-            self._buffers = [one._buffers for one in self._module.modules() if one._buffers]
+            self._before, self._after_first, self._of_first_rank = (BufferCopy(self._module) for _ in range(3))
             self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
             engine, timeout = self._comm.engine, self._timeout
             self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, logs=logs)
@@ -182,7 +184,8 @@ class ElasticFit:
             self._loader.use(self._shards)
 
     def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
-        buffers, outputs, run_first = self._copied_buffers(), None, closure
+        outputs, run_first = None, closure
+        self._before.take()
         self._logs = logs = self._epoch_logs.step()
         try:
             for _ in range(MOST_VIEWS):
@@ -191,7 +194,7 @@ class ElasticFit:
                     outputs, run_first = made if run_first is closure else outputs, self._run_first
                 if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet
                     return outputs
-                self._put_buffers(buffers)
+                self._before.put_back()
                 logs.restore()
                 if views.change(self._use):
                     raise _StepTaken(outputs)
@@ -214,7 +217,8 @@ class ElasticFit:
         self._seed_for(views, shards[0])
         outputs = run_first()
         logs.end_shard()
-        after_first = self._copied_buffers() if len(shards) > 1 else []
+        if len(shards) > 1:
+            self._after_first.take()
         for shard in shards[1:]:
             model.require_backward_grad_sync = shard == shards[-1]
             batch = self._batch_of(shard)
@@ -223,7 +227,8 @@ class ElasticFit:
             logs.end_shard()
         self._seed_for(views, self._num_shards)  # between two steps all ranks draw the same
         model.require_backward_grad_sync = True
-        self._put_buffers(after_first)  # as under `ddp`, where each rank sees one shard
+        if len(shards) > 1:  # as under `ddp`, where each rank sees one shard
+            self._after_first.put_back()
         if not views.ended:
             try:
                 self._share(views, logs)
@@ -236,16 +241,6 @@ class ElasticFit:
         if self._strategy.root_device.type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
 
-    def _present_buffers(self) -> list[Tensor]:
-        return [each.detach() for some in self._buffers for each in some.values() if each is not None]
-
-    def _copied_buffers(self) -> list[Tensor]:
-        return [each.clone() for each in self._present_buffers()]
-
-    def _put_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._present_buffers(), values, strict=bool(values)):
-            buffer.copy_(value)
-
     def _share(self, views: Views, logs: StepLogs) -> None:
         if self._sums_apart:
             for bucket in self._buckets:
@@ -257,8 +252,8 @@ class ElasticFit:
             if views.ended:  # what failed of them is noted
                 return
         groups: Any = views.groups
-        if (buffers := self._present_buffers()) and groups.world is not None:
-            groups.broadcast(buffers)  # of rank zero, as under `ddp`
+        if groups.world is not None:  # as under `ddp`, those of rank zero
+            self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
         logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False

@@ -1,15 +1,17 @@
-"""Buckets that follow from the parameters alone, for the first sums of a view.
+"""Gradients and buffers as flat tensors.
 
-DDP makes its buckets again after its first backward, which a rank that joins has yet to run: its buckets would not be
-those of the others.
+Buckets follow from the parameters alone, for the first sums of a view: DDP makes its own again after its first
+backward, which a rank that joins has yet to run, so that they would not be those of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+_ALIGNMENT = 16  # bytes: of the largest dtype
 
 
 class FlatBucket:
@@ -52,6 +54,52 @@ class FlatBucket:
     def gradients(self) -> list[Tensor]:
         """Return the gradients, views of the flat tensor."""
         return self._views
+
+
+class BufferCopy:
+    """A copy of a module's buffers, of any dtype, in one tensor of bytes; made anew where their layout changes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [one._buffers for one in module.modules() if one._buffers]  # to walk takes long
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._views: list[Tensor] = []
+        self.flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self) -> None:
+        """Copy the buffers."""
+        if buffers := self._present():
+            _copy(buffers, to=self._views)
+
+    def put_back(self) -> None:
+        """Write the copy into the buffers."""
+        if buffers := self._present():
+            _copy(self._views, to=buffers)
+
+    def share(self, broadcast: Callable[[Tensor], None], *, is_source: bool) -> None:
+        """Give all ranks the buffers of the source. Collective where there are some."""
+        if buffers := self._present():
+            if is_source:
+                _copy(buffers, to=self._views)
+            broadcast(self.flat)
+            if not is_source:
+                _copy(self._views, to=buffers)
+
+    def _present(self) -> list[Tensor]:
+        found = [each for some in self._owners for each in some.values() if each is not None]
+        if (layout := [(each.shape, each.dtype) for each in found]) != self._layout:
+            self._layout = layout
+            sizes = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in found]
+            self.flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=found[0].device if found else None)
+            self._views = [
+                part[: each.nbytes].view(each.dtype).view(each.shape)
+                for part, each in zip(self.flat.split(sizes), found, strict=True)
+            ]
+        return found
+
+
+@torch.no_grad()
+def _copy(tensors: list[Tensor], *, to: list[Tensor]) -> None:
+    torch._foreach_copy_(to, tensors)
 
 
 def flat_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[FlatBucket]:

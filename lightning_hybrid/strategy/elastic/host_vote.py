@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from multiprocessing.connection import Client, Connection, Listener
 
 import torch.distributed as dist
@@ -29,9 +30,15 @@ class HostVote:
     def __call__(self, is_so: bool) -> bool:
         """Return whether it is so on all. Collective among them."""
         if not self._is_first:
-            self._others[0].send_bytes(b"1" if is_so else b"0")
-        votes = [one.recv_bytes() == b"1" for one in self._others]
-        is_so = is_so and all(votes)
-        for one in self._others if self._is_first else ():
-            one.send_bytes(b"1" if is_so else b"0")
+            self._say(is_so)
+        votes = [os.read(one.fileno(), 1) for one in self._others]
+        if b"" in votes:
+            raise EOFError("elastic: another rank of this host is gone")
+        is_so = is_so and b"0" not in votes
+        if self._is_first:
+            self._say(is_so)
         return is_so
+
+    def _say(self, is_so: bool) -> None:
+        for one in self._others:
+            os.write(one.fileno(), b"1" if is_so else b"0")

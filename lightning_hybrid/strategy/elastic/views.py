@@ -228,9 +228,9 @@ class Views:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
         length, rank = torch.tensor([len(data)]), view.rank_of(source.id)
-        self.groups.broadcast([length], source=rank)
+        self.groups.broadcast(length, source=rank)
         flat = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8)
-        self.groups.broadcast([flat], source=rank)
+        self.groups.broadcast(flat, source=rank)
         if me.id not in behind:
             return False
         file = io.BytesIO(flat.numpy().tobytes())
