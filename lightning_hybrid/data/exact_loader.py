@@ -171,6 +171,7 @@ class ExactLoader(DataLoader[Any]):
         if not (is_here or is_certain) and state["batches"]:
             self._draw_again(state, own)
         length = None if self.is_stream else lightning_function("fabric.utilities.data.sized_len")(self)
+        self._length = length or 0
         is_over = bool(length) and place.batches >= length
         if state and not own and self._own_streams:
             warnings.warn(f"The training loader's order may be another one: {_LACKS}.", stacklevel=2)
@@ -224,6 +225,9 @@ class ExactLoader(DataLoader[Any]):
         with nullcontext() if self.num_workers else self.seeded_for(CONTENT, self._batches):
             batch = next(batches, END)
         if batch is END:
+            if 0 < self.place.batches == self._batches < self._length:  # its sampler had given all by then
+                self._is_followed = False
+                raise self._error(self.caveat)
             self._is_over = True
             raise StopIteration
         self._batches, self._total = self._batches + 1, self._total + 1
