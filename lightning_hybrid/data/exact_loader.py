@@ -90,7 +90,7 @@ class ExactLoader(DataLoader[Any]):
 
     def _set_place(self, place: Place) -> None:
         self.place, self._batches, self._is_over = place, place.batches, False
-        self._is_followed = True  # one batch comes for each index list
+        self._is_followed, self._has_more = True, False  # one batch comes for each index list; none, but it should
         self.checksum: int | None = 0
         self.checksums: deque[int] = deque()  # of index lists whose batches are yet to be given
         self.expected: tuple[int, int | None] | None = None
@@ -98,10 +98,7 @@ class ExactLoader(DataLoader[Any]):
         if place.epoch >= 0:
             lightning_function("fabric.utilities.data._set_sampler_epoch")(self, place.epoch)
 
-    @property
-    def itself(self) -> ExactLoader:
-        """The loader, also where another object stands before it and gives its attributes."""
-        return self
+    itself = property(lambda self: self)  # also where another object stands before it and gives its attributes
 
     @property
     def _keeper(self) -> Any:
@@ -171,13 +168,13 @@ class ExactLoader(DataLoader[Any]):
         if not (is_here or is_certain) and state["batches"]:
             self._draw_again(state, own)
         length = None if self.is_stream else lightning_function("fabric.utilities.data.sized_len")(self)
-        self._length = length or 0
         is_over = bool(length) and place.batches >= length
         if state and not own and self._own_streams:
             warnings.warn(f"The training loader's order may be another one: {_LACKS}.", stacklevel=2)
-        if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more than it did
+        if not is_here or is_over:  # a sampler that is drawn to its end again may draw once more
             self._restore(own.get("streams_now", ()))
         self._set_place(place)
+        self._has_more = bool(length) and 0 < place.batches < length
         if is_here or place.cycle == 0:
             self._total = place.batches + (state["total"] - state["batches"] if is_here else 0)
         if is_over:
@@ -225,12 +222,11 @@ class ExactLoader(DataLoader[Any]):
         with nullcontext() if self.num_workers else self.seeded_for(CONTENT, self._batches):
             batch = next(batches, END)
         if batch is END:
-            if 0 < self.place.batches == self._batches < self._length:  # its sampler had given all by then
-                self._is_followed = False
+            self._is_over, self._is_followed = True, not self._has_more
+            if self._has_more:  # its sampler had given all by then
                 raise self._error(self.caveat)
-            self._is_over = True
             raise StopIteration
-        self._batches, self._total = self._batches + 1, self._total + 1
+        self._batches, self._total, self._has_more = self._batches + 1, self._total + 1, False
         if (keeper := self._keeper) is not None:
             self._kept[self._batches] = copy.deepcopy(keeper.state_dict())
             # Lightning may hold one batch, and a step that was not made is read again.

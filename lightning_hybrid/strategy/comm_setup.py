@@ -47,6 +47,7 @@ from lightning_hybrid.strategy.options import (
 if TYPE_CHECKING:
     from lightning_hybrid.comm.tuning.session import TuningSession
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+    from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
 
 
 class CommSetup:
@@ -71,6 +72,7 @@ class CommSetup:
         self.hook_state: HookState | None = None
         self.elastic: Elastic | None = None
         self.elastic_fit: ElasticFit | None = None
+        self.held_loggers: HeldLoggers | None = None
         self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
         self._tuning: TuningSession | None = None
         self._begins_tuning = False  # at the next batch
@@ -258,6 +260,8 @@ class CommSetup:
         try:
             if elastic is not None:
                 elastic.end()
+            if self.held_loggers is not None:
+                self.held_loggers.end()
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:

@@ -14,6 +14,7 @@ from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExten
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+    from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
 
 
 def made_for(strategy: Any) -> Extensions | None:
@@ -59,6 +60,15 @@ def made_for(strategy: Any) -> Extensions | None:
             )
     some = [one for one in made if one is not None]
     return Extensions(fit, some) if some else None
+
+
+def loggers_for(strategy: Any) -> HeldLoggers | None:
+    """Hold the loggers of an elastic run; None where it is not one."""
+    if strategy._comm.elastic is None or strategy.lightning_module.trainer.state.fn != "fit":
+        return None
+    from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
+
+    return HeldLoggers(strategy)
 
 
 def elastic_for(strategy: Any) -> ElasticFit | None:

@@ -33,7 +33,7 @@ from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
 from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
-from lightning_hybrid.strategy.factories import elastic_for, made_for
+from lightning_hybrid.strategy.factories import elastic_for, loggers_for, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
@@ -216,6 +216,7 @@ class HybridAllReduce(_Base):
         """Set up as DDP; from here on a missing rank is named."""
         self._failures.begin(self.parallel_devices or ())
         super().setup_environment()
+        self._comm.held_loggers = loggers_for(self)
         self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:

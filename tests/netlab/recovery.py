@@ -61,6 +61,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.loggers.logger import Logger
     from lightning.pytorch.utilities import rank_zero_only
     from torch import nn
@@ -182,6 +183,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     has_averages = "window" not in part and "shard_update" not in options["with"]
     averages = MasterWeightAveraging(0.9) if has_averages else None
     averages_and_note = [*([averages] if averages else []), Note()]
+    wandb = [WandbLogger(id="recovery", offline=True, save_dir=folder)] if "wandb" in options["with"] else []
     data = DigitsDataModule(global_batch_size=8 * options["ranks"] * num_hosts, seed=0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -191,7 +193,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         precision=options["precision"],
         max_steps=part["end"],
         callbacks=[*averages_and_note, ModelCheckpoint(folder / "checkpoints", every_n_train_steps=20)],
-        logger=False if "window" in part else Rows(),
+        logger=False if "window" in part else [Rows(), *wandb],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -423,7 +425,7 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
     for row in steps:
         per_process.setdefault(row["process"], []).append(row["step"])
     epochs = [row for row in run.rows if row["event"] == "epoch" and row["local"] == 0]
-    logged = [row["step"] for row in run.rows if row["event"] == "row"]
+    logged = [(row["step"], row["loss"]) for row in run.rows if row["event"] == "row"]
     found = {
         "losses": len(losses),
         "ended_themselves": run.num_restarts,
@@ -434,8 +436,9 @@ def report(run: Hosts, losses: list[dict[str, Any]], wanted: dict[int, str] | No
         ),
         **{f"{name}_per_epoch": sorted({row[name] for row in epochs}) for name in ("images", "all_images", "seen")},
         "rows": len(logged),
-        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - set(logged)),
+        "rows_lost": len({row["step"] for row in steps} - {steps[-1]["step"]} - {step for step, _ in logged}),
         "rows_twice": len(logged) - len(set(logged)),
+        "rows_of_two_values": len(set(logged)) - len({step for step, _ in logged}),
     }
     if wanted is not None:
         found["differ_from_reference"] = sum(wanted.get(row["step"]) != row["digest"] for row in steps)

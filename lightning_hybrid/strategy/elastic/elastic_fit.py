@@ -148,6 +148,7 @@ class ElasticFit:
             outputs = taken.outputs
         views.committed += 1
         self._epoch_logs.commit()
+        self._comm.held_loggers.after_step()
         return outputs
 
     def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
@@ -177,6 +178,7 @@ class ElasticFit:
 
     def _use(self, topology: Topology) -> None:
         self._comm.is_first, self._sums_apart = topology.rank == 0, True
+        self._comm.held_loggers.meet(is_first=topology.rank == 0)
         if (feedback := self._comm.hook_state.feedback) is not None:
             feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)

@@ -57,7 +57,7 @@ class FlatBucket:
 
 
 class BufferCopy:
-    """A copy of a module's buffers, of any dtype, in one tensor of bytes; made anew where their layout changes."""
+    """A copy of a module's buffers, of any dtype, in one tensor of bytes: another one where their layout changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [one._buffers for one in module.modules() if one._buffers]  # to walk takes long
