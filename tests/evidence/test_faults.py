@@ -1,21 +1,17 @@
 """Injected faults are judged by what ranks wrote: a broken promise is seen, one that holds is not doubted."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.evidence.faults.case import ALLOWED_S, FaultCase, fault_outcome
 from tests.evidence.faults.comm_cases import cases
 from tests.evidence.faults.table import chosen_of
 from tests.evidence.faults.world import RunOutcome
-from tests.programs import run_program
 
 NAMED = FaultCase(fault="f", kind="dies", rank=1, names=("rank RANK does", "on host HOST"), no_answer=True)
 BOTH = replace(NAMED, no_answer=False)
 OWN = replace(BOTH, own_names=("OutOfMemoryError", "rank RANK (host HOST)"))
-EITHER = replace(BOTH, rank=3, names=("rank RANK does not | rank PLACE does not",))
 NEVER = replace(NAMED, names=("rank RANK",), never_says=("dead", "host HOST is down"))
 SURVIVED = FaultCase(fault="f", kind="lags", rank=1, is_survived=True)
 ERROR = "RuntimeError: comm: rank 1 does not answer. Rank 1 is on host b."
@@ -39,7 +35,6 @@ JUDGED = [
     (OWN, [rank(ERROR), NO_MEMORY], {}, None),  # the rank concerned may say it in its own words
     (OWN, [NO_MEMORY, NO_MEMORY], {}, "rank 0 does not say"),
     (NEVER, [rank("rank 1: host b is down"), None], {}, "which is not so"),
-    (EITHER, [rank("rank 1 does not answer")] * 4, {}, None),
     (SURVIVED, [rank(), rank(ERROR)], {}, "rank 1: RuntimeError: comm:"),
     (SURVIVED, [rank(), OTHER], {}, "ranks end with different weights"),
     (SURVIVED, [OTHER, OTHER], {}, "the weights are not those of an undisturbed run"),
@@ -67,17 +62,3 @@ def test_a_night_runs_a_part_and_all_nights_run_all():
     for only, part, words in ((None, "8/8", r"`part` \(=8/8\) must be k/n"), (["x"], None, r"`only` \(=x\)")):
         with pytest.raises(ValueError, match=words):
             chosen_of(faults, only, part)
-
-
-OF_MODES = json.dumps(["pipeline: raises", "local_steps: nan", "shard_update: hang", "fabric: memory"])
-
-
-@pytest.mark.long
-def test_faults_in_other_modes_are_named_too(tmp_path):
-    """Those of the plain mode are a stage of their own each night."""
-    modes = ["modes=[pipeline,local_steps,shard_update,fabric]", f"only={OF_MODES}", "world.num_ranks=4", "at_once=2"]
-    command = ("-m", "tests.evidence.faults", *modes, f"hydra.run.dir={tmp_path}")
-    done = run_program(*command, cwd=ROOT, timeout_s=560)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    outcomes = json.loads((tmp_path / "faults.json").read_text())["outcomes"]
-    assert [each["is_held"] for each in outcomes] == [True] * 5

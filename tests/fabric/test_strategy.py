@@ -373,3 +373,22 @@ def test_a_rank_that_does_not_come_to_a_collective_of_fabrics_is_named(two_ranks
     for text in two_ranks.run(play, error_beside):
         assert text.startswith("comm: rank 1 does not come to the collective in which others wait; now with no bucket")
         assert "in `error_beside` (test_strategy.py:" in text
+
+
+def error_at_the_end():
+    """The interpreter of rank one ends by an error, and rank zero is in its own code."""
+    fabric = fabric_of()
+    fabric.setup_module(Net())
+    engine, end_s = fabric.strategy._failures.engine, time.monotonic() + 20
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "last_value", ArithmeticError("the batch is odd"), raising=False)
+            fabric.strategy._close_engines()
+    while dist.get_rank() == 0 and not engine.failure and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return engine.failure
+
+
+def test_an_error_that_ends_the_interpreter_is_named_by_the_other_rank(two_ranks):
+    text, _ = two_ranks.run(play, error_at_the_end)
+    assert text.startswith("comm: rank 1 gave up: ArithmeticError: the batch is odd")

@@ -36,6 +36,8 @@ class Sick(torch.nn.Module):
         if self.num_calls == 7:
             if self.what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "raises":
+                raise ArithmeticError("the batch is odd")
             else:
                 time.sleep(60)
         return x
@@ -71,6 +73,14 @@ def test_a_killed_rank_is_named(three_ranks, tmp_path, schedule):
     for text in found.values():
         assert SILENT.search(text)
         assert WHERE_IT_SHOWED.search(text)
+
+
+@pytest.mark.slow  # as above
+def test_a_rank_that_raises_is_named_with_its_error(three_ranks, tmp_path):
+    found = errors(three_ranks, "raises", tmp_path)
+    for rank in (0, 2):
+        assert "comm: rank 1 gave up: " in found[rank]
+        assert "ArithmeticError: the batch is odd" in found[rank]
 
 
 @pytest.mark.long

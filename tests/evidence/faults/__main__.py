@@ -13,7 +13,7 @@ from recipes.cli import config_check, launch
 from recipes.cli.ranges import Count
 from recipes.cli.results import config_and_folder
 from tests.evidence.faults import case as fault_case
-from tests.evidence.faults import comm_cases, mode_cases
+from tests.evidence.faults import comm_cases
 from tests.evidence.faults import table as fault_table
 from tests.evidence.faults.world import OneHost
 
@@ -23,7 +23,6 @@ KEYS: dict[str, Any] = {
     "about": str | None,
     "only": list[str] | None,
     "part": str | None,
-    "modes": list[str] | None,
     "at_once": Count,
     "comm_dtype_across_nodes": str | None,
     "world": OneHost,
@@ -44,7 +43,6 @@ def main(cfg: DictConfig) -> None:
         num_ranks = worlds[0].num_ranks
         cases = comm_cases.cases(num_ranks, worlds[0].ranks_per_host)
         cases += comm_cases.cases_of_links(num_ranks) if worlds[0].has_links else []
-        cases = cases if cfg.modes is None else mode_cases.cases(num_ranks, cfg.modes)
         with launch.short_errors():
             chosen = fault_table.chosen_of(cases, cfg.only, cfg.part)
         config, folder = config_and_folder(cfg)

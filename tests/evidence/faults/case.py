@@ -33,16 +33,14 @@ class FaultCase:
 
     `kind`: a method of `inject.Inject`. `host_link`: arguments of `spoil_link` for the host of `rank`.
     `mended_after_s`: when the link is whole again; None: never. `is_survived`: the run ends, with the weights of an
-    undisturbed one. Else every rank that can must end in an error that contains each of `names`, in which RANK, PLACE
-    and HOST stand for the rank's number, that in a node of two and its host's name, and ` | ` for either, and none of
-    `never_says`. `mode`: of `modes.py`. `no_answer`: the rank itself cannot answer. `own_names`: names in its own
-    error; None: `names`.
+    undisturbed one. Else every rank that can must end in an error that contains each of `names`, in which RANK and HOST
+    stand for the rank's number and its host's name, and none of `never_says`. `no_answer`: the rank itself cannot
+    answer. `own_names`: names in its own error; None: `names`.
     """
 
     fault: str
     kind: str
     rank: int
-    mode: str = "plain"
     phase: str = "forward"
     step: int = 6
     is_survived: bool = False
@@ -104,7 +102,7 @@ def run_case(
     `weights`: hash of an undisturbed run, to be compared with. `dtype_between_nodes`: of the strategy.
     """
     no_answer = (case.rank,) if case.no_answer else ()
-    spec = {name: getattr(case, name) for name in ("kind", "rank", "mode", "phase", "step", "pause_s", "timeout_s")}
+    spec = {name: getattr(case, name) for name in ("kind", "rank", "phase", "step", "pause_s", "timeout_s")}
     spec |= {"num_steps": case.num_steps, "dtype_between_nodes": dtype_between_nodes}
     # Beyond this a rank hangs: that itself breaks the promise.
     limit_s = START_S + case.timeout_s + ALLOWED_S
@@ -175,7 +173,7 @@ def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> 
             continue
         names = case.names if case.own_names is None or rank != case.rank else case.own_names
         asked = [_filled(name, case, host) for name in names]
-        missing = [name for name in asked if not any(word in error for word in name.split(" | "))]
+        missing = [name for name in asked if name not in error]
         problems += [f"rank {rank} does not say {name!r}: {error}" for name in missing]
         wrong = [_filled(name, case, host) for name in case.never_says]
         problems += [f"rank {rank} says {name!r}, which is not so: {error}" for name in wrong if name in error]
@@ -183,7 +181,7 @@ def _not_named(case: FaultCase, words: dict[int, dict[str, Any]], host: str) -> 
 
 
 def _filled(name: str, case: FaultCase, host: str) -> str:
-    return name.replace("RANK", str(case.rank)).replace("PLACE", str(case.rank % 2)).replace("HOST", host)
+    return name.replace("RANK", str(case.rank)).replace("HOST", host)
 
 
 def shorten(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -40,8 +39,6 @@ class Inject(Callback):
 
     Last in the list of callbacks, so that at the end of training the others' collectives are done.
     """
-
-    are_images_gone = False  # in this process
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec, self.folder = spec, Path(spec["folder"])
@@ -149,34 +146,11 @@ class Inject(Callback):
         """Raise an error: no memory on the device."""
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
-    def returns_none(self, trainer: pl.Trainer) -> None:
-        """Return no loss from here on."""
-        _spoil_loss(trainer, lambda loss: None)
-
-    def loader_raises(self, trainer: pl.Trainer) -> None:
-        """Fail at the next image: a file is gone."""
-        type(self).are_images_gone = True
-
-    def allocates_too_much(self, trainer: pl.Trainer) -> None:
-        """Ask for 2 GiB where the operating system gives 1 GiB more."""
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
-        torch.empty(2**31, dtype=torch.uint8)
-
     def other_plan(self, trainer: pl.Trainer) -> None:
         """Change the plan of buckets in memory: other chunks, which other ranks do not follow."""
         engine: Any = trainer.strategy._comm.engine  # type: ignore[attr-defined]
         for key, bucket in engine._buckets.items():
             engine._buckets[key] = replace(bucket, num_chunks=bucket.num_chunks + 1)
-
-    def nan_for_good(self, trainer: pl.Trainer) -> None:
-        """Make the loss of every batch from now on nan."""
-        _spoil_loss(trainer, lambda loss: loss * float("nan"))
-
-
-def _spoil_loss(trainer: pl.Trainer, spoil: Callable[[Tensor], Tensor | None]) -> None:
-    module: Any = trainer.lightning_module
-    module.spoil = spoil
 
 
 def _raise(error: Exception, *_: object) -> None:

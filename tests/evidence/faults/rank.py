@@ -15,19 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_hybrid import Comm, Mean
+from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
 from lightning_hybrid.callbacks import NumericsMonitor
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
-from tests.evidence.faults.fabric_rank import train_with_fabric
 from tests.evidence.faults.inject import AT_CONSTRUCTION, Inject, write_answer
-from tests.evidence.faults.modes import MODES
 
 NUM_FEATURES, NUM_CLASSES, WIDTH, DEPTH = 16, 4, 128, 6
 BATCHES_PER_EPOCH = 4  # so that twelve steps have ends of epochs, and validations, in them
-BUCKET_BYTES = (
-    65536  # three buckets of the 100,000 parameters in fp16, so that some are under way while others are made
-)
+BUCKET_BYTES = 65536  # three buckets of the 100,000 parameters in fp16: some are under way while others are made
 NUM_SAMPLES = 256
 
 
@@ -43,8 +39,6 @@ class SyntheticImages(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if Inject.are_images_gone:
-            raise OSError("the file of an image is gone")
         return self.images[index], self.labels[index]
 
 
@@ -57,13 +51,11 @@ class Network(pl.LightningModule):
         widths = [NUM_FEATURES, *[WIDTH] * DEPTH]
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         self.net = nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
-        self.spoil: Any = None  # what to do to the loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the cross entropy."""
         images, labels = batch
-        loss = F.cross_entropy(self.net(images).float(), labels)
-        return loss if self.spoil is None else self.spoil(loss)
+        return F.cross_entropy(self.net(images).float(), labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log nothing: no collective that would reveal a missing rank."""
@@ -88,13 +80,8 @@ def train_rank(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(spec["folder"])
     other = spec["kind"] if rank == spec["rank"] else ""
-    mode = MODES[spec["mode"]]
     meet(folder, rank, int(os.environ["WORLD_SIZE"]))
-    if mode.is_fabric:
-        answer = train_with_fabric(spec, SyntheticImages(NUM_SAMPLES), Network(), mode.options)
-        return write_answer(folder / f"rank{rank}.json", answer)
     between = {"between_nodes": Mean(dtype=dtype)} if (dtype := spec["dtype_between_nodes"]) else {}
-    options = mode.options | between
     plan = CommPlan(
         bucket_bytes=BUCKET_BYTES,
         num_buckets=1,
@@ -105,7 +92,7 @@ def train_rank(spec: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        strategy=mode.strategy(comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **options),
+        strategy=HybridAllReduceStrategy(comm=Comm(plan=plan), timeout=timedelta(seconds=spec["timeout_s"]), **between),
         precision="16-true",
         max_steps=spec["num_steps"],
         max_epochs=-1,
@@ -121,10 +108,8 @@ def train_rank(spec: dict[str, Any]) -> None:
     )
     images = SyntheticImages(NUM_SAMPLES)
     sampler: DistributedSampler = DistributedSampler(images, num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank)
-    # Ranks of a pipeline read the same images: there Lightning puts the sampler.
-    loader = DataLoader(images, batch_size=8, sampler=None if "num_stages" in mode.options else sampler)
+    loader = DataLoader(images, batch_size=8, sampler=sampler)
     module = Network()
-    module.net.node_slices = mode.node_slices  # type: ignore[assignment]
     if spec["kind"] in AT_CONSTRUCTION:
         write_answer(folder / "injected.json", {"time_s": time.monotonic()})
     answer = {"error": None}
@@ -136,6 +121,5 @@ def train_rank(spec: dict[str, Any]) -> None:
             answer["error"] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     answer |= {"time_s": time.monotonic(), "num_steps": trainer.global_step}
     fingerprint = Fingerprint(torch.device("cpu"))
-    here = [weight for weight in module.parameters() if not weight.is_meta]  # after a failure of a pipeline, some
-    answer["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in here]))
+    answer["weights"] = int(fingerprint.combine([fingerprint.of(weight) for weight in module.parameters()]))
     write_answer(folder / f"rank{rank}.json", answer)

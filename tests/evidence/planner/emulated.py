@@ -1,4 +1,4 @@
-"""Simulator against measurements on the emulated cluster: `python -m tests.evidence.planner.emulated`.
+"""Simulator against measurements on the emulated cluster; `tests/recipes/planning/test_simulate.py` looks at them.
 
 Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
 """
@@ -21,11 +21,10 @@ from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from tests.checkout import ROOT
+from tests.evidence.planner import known_clusters
 
 RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
-WIRE_SHARE = 0.989  # recipes/records/bench/README.md: headers and acknowledgements are 1.1 % of the traffic
-BURST_BYTES = 16384  # tests/netlab/cluster.py: the largest burst that a network card holds
 BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
 DDP_FIRST_BYTES, DDP_BYTES = MIB, 25 * MIB  # torch's defaults
@@ -33,62 +32,37 @@ MARGIN = 0.1  # times that are nearer to one another have no order
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Emulated cluster, as in the title of a record."""
-
-    num_hosts: int
-    ranks_per_host: int
-    bytes_per_s: tuple[float, ...]  # of the hosts' links; one: of all
-    delay_s: float
-    is_interleaved: bool
-
-    @classmethod
-    def from_title(cls, title: str) -> Setting:
-        """Parse the title of a record.
-
-        >>> Setting.from_title("emulated: 2 hosts x 4 ranks host by host, 100 Mbit/s, 200 us").delay_s
-        0.0002
-        """
-        layout, rate, delay = title.partition("emulated: ")[2].split(", ")
-        words = layout.split()
-        return cls(
-            num_hosts=int(words[0]),
-            ranks_per_host=int(words[3]),
-            bytes_per_s=tuple(float(each) * 1e6 / 8 for each in rate.split()[0].split(",")),
-            delay_s=float(delay.split()[0]) / 1e6,
-            is_interleaved="interleaved" in layout,
-        )
-
-
-def cluster_of(machine: Mapping[str, float], setting: Setting) -> Cluster:
-    """Return a cluster, all of whose ranks run on two cores, with the fitted times and rates of one core."""
-    gloo = Gloo(
-        **{name: machine[name] for name in ("stage_s", "message_s", "segment_s", "ring_share")},
-        wire_share=WIRE_SHARE,
-        burst_bytes=BURST_BYTES,
-        num_shared_cores=2,
-    )
-    return Cluster(
-        num_nodes=setting.num_hosts,
-        ranks_per_node=setting.ranks_per_host,
-        inside=Link(latency_s=0.0, bytes_per_s=machine["bytes_per_s"]),  # of a loopback: within stage_s
-        across=Link(latency_s=setting.delay_s, bytes_per_s=max(setting.bytes_per_s)),
-        groups=tuple(NodeGroup(across=Link(latency_s=setting.delay_s, bytes_per_s=r)) for r in setting.bytes_per_s),
-        transport=gloo,
-        is_interleaved=setting.is_interleaved,
+def cluster_of(machine: Mapping[str, float], title: str) -> Cluster:
+    """Describe the cluster in the title of a record: ranks on two cores, with the fitted times and rates of a core."""
+    layout, rates, delay = title.partition("emulated: ")[2].split(", ")
+    words = layout.split()
+    known = known_clusters.cluster_of("netlab", int(words[0]))
+    assert isinstance(known.transport, Gloo)
+    fitted = {name: machine[name] for name in ("stage_s", "message_s", "segment_s", "ring_share")}
+    links = [
+        Link(latency_s=float(delay.split()[0]) / 1e6, bytes_per_s=float(each) * 1e6 / 8)
+        for each in rates.split()[0].split(",")  # of the hosts; one: of all
+    ]
+    return replace(
+        known,
+        ranks_per_node=int(words[3]),
+        inside=replace(known.inside, bytes_per_s=machine["bytes_per_s"]),
+        across=max(links, key=lambda link: link.bytes_per_s),
+        groups=tuple(NodeGroup(across=link) for link in links),
+        transport=replace(known.transport, **fitted),
+        is_interleaved="interleaved" in layout,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Row of a record of what was measured between hosts, and how; and its prediction.
+    """Row of a record of what was measured between hosts, in a setting as its title says; and its prediction.
 
     The networks' steps are of an earlier commit, whose buckets were of up to 25 MiB whatever their number.
     """
 
     record: str
-    setting: Setting
+    setting: str
     row: Mapping[str, Any]
     machine: Mapping[str, float]
 
@@ -123,14 +97,11 @@ class Checked:
 
     def _step_s(self, cluster: Cluster, plan: CommPlan, run: Callable[..., SimulatedSteps]) -> float:
         shapes = list(reversed(GRADIENT_SETS[self.row["case"]]()))
-        gloo = cluster.transport
+        gloo, ranks = cluster.transport, cluster.world_size
         assert isinstance(gloo, Gloo)
-        loop_s = gloo.work_s(self.machine["step_s"], of_busiest=1, of_all=cluster.world_size)
-        passes_s = gloo.work_s(
-            BYTES_PER_ELEMENT / self.machine["memory_bytes_per_s"],
-            of_busiest=numel(shapes),
-            of_all=cluster.world_size * numel(shapes),
-        )
+        loop_s = gloo.work_s(self.machine["step_s"], of_busiest=1, of_all=ranks)
+        pass_s = BYTES_PER_ELEMENT / self.machine["memory_bytes_per_s"]
+        passes_s = gloo.work_s(pass_s, of_busiest=numel(shapes), of_all=ranks * numel(shapes))
         in_backward_s = BACKWARD_SHARE * passes_s + self.row["backward_s"]
         work = StepWorkload(
             forward_s=loop_s / 2,
@@ -169,7 +140,7 @@ def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
 def checked_of(name: str, lines: Sequence[str], machine: Mapping[str, float]) -> list[Checked]:
     """Return every row of a record."""
     head, *rows = map(json.loads, lines)
-    setting = Setting.from_title(head["title"])
+    setting = head["title"].splitlines()[-1]
     return [Checked(record=name, setting=setting, row=row, machine=machine) for row in rows]
 
 
@@ -204,21 +175,9 @@ def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
     first, *others = (RECORD / "rows.jsonl").read_text().splitlines()
     content, unequal = json.loads(first), list[list[str]]()
     for line in others:
-        if "title" in json.loads(line):
-            unequal.append([])
+        unequal += [[]] if "title" in json.loads(line) else []
         unequal[-1].append(line)
     ask = {"machine": content["machine"]}
     folders = [RECORD.parents[2] / path for path in content["records"]]
     equal = [one for at in folders for one in checked_of(at.name, (at / "rows.jsonl").read_text().splitlines(), **ask)]
     return content, equal, [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)]
-
-
-if __name__ == "__main__":
-    _, *both = checked_again()
-    for found in both:
-        for one in found:
-            arm = f"{one.row['section']} {one.row['case']} {one.row['arm']}"
-            print(one.record, one.setting, arm, f"{one.ratio:.2f}", "held" if one.is_held else "not held")
-        print(json.dumps(error_summary(found), indent=1))
-        steps = [one for one in found if one.row["section"] == "step"]
-        print(f"80 % intervals of steps hold {statistics.fmean(one.is_held for one in steps):.0%} of {len(steps)}")

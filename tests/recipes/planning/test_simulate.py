@@ -254,8 +254,7 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
 def test_the_emulated_cluster_is_described_with_what_was_fitted():
     described = cluster_of("netlab", 2)
     machine = emulated.checked_again()[0]["machine"]
-    setting = emulated.Setting.from_title("emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
-    fitted = emulated.cluster_of(machine, setting)
+    fitted = emulated.cluster_of(machine, "emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
     for name in ("across", "inside", "transport"):
         theirs = asdict(getattr(fitted, name))
         assert asdict(getattr(described, name)) == pytest.approx(theirs, rel=0.005), name
