@@ -51,15 +51,15 @@ def as_json(comm: CommSummary, *, link_bytes_per_s: float | None) -> dict[str, A
         "link_bytes": comm.bytes_across,
         "least_link_bytes": comm.least_bytes_across,
         "node_bytes": comm.bytes_inside,
-        "exposed_s_per_step": _mean(comm.exposed_s, comm.num_steps),
+        "exposed_s_per_step": _ratio(comm.exposed_s, comm.num_steps),
         "link_bytes_per_s": link_bytes_per_s,
-        "achieved_share": _share(comm.achieved_bytes_per_s, link_bytes_per_s),
+        "achieved_share": _ratio(comm.achieved_bytes_per_s, link_bytes_per_s),
         "per_bucket": [_bucket(bucket, link_bytes_per_s) for bucket in comm.buckets],
     }
 
 
 def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, Any]:
-    in_flight_s = _mean(bucket.in_flight_s, bucket.num_times)
+    in_flight_s = _ratio(bucket.in_flight_s, bucket.num_times)
     least = bucket.traffic.least_across
     achieved = least / in_flight_s if in_flight_s and least else None
     same = ("index", "numel", "dtype", "num_bytes", "algorithm", "num_chunks", "num_times")
@@ -68,10 +68,10 @@ def _bucket(bucket: BucketSummary, link_bytes_per_s: float | None) -> dict[str, 
         "link_bytes": bucket.traffic.across,
         "least_link_bytes": least,
         "node_bytes": bucket.traffic.inside,
-        "mean_exposed_s": _mean(bucket.exposed_s, bucket.num_times),
+        "mean_exposed_s": _ratio(bucket.exposed_s, bucket.num_times),
         "mean_in_flight_s": in_flight_s,
         "achieved_bytes_per_s": achieved,
-        "achieved_share": _share(achieved, link_bytes_per_s),
+        "achieved_share": _ratio(achieved, link_bytes_per_s),
     }
 
 
@@ -99,7 +99,7 @@ def describe(
     """
     if comm is None or not comm.num_steps:
         return "not measured"
-    exposed_s = _mean(comm.exposed_s, comm.num_steps) if exposed_s is None else exposed_s
+    exposed_s = _ratio(comm.exposed_s, comm.num_steps) if exposed_s is None else exposed_s
     achieved = comm.achieved_bytes_per_s
     share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
     parts = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per step{share}"]
@@ -111,9 +111,5 @@ def describe(
     return ", ".join(parts)
 
 
-def _mean(total: float | None, num: int) -> float | None:
-    return None if total is None or not num else total / num
-
-
-def _share(achieved: float | None, bound: float | None) -> float | None:
-    return None if achieved is None or bound is None else achieved / bound
+def _ratio(total: float | None, by: float | None) -> float | None:
+    return None if total is None or not by else total / by

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,8 @@ class Metric:
 METRICS: dict[str, Metric] = {}
 
 
-def _metric(
-    name: str, unit: str, meaning: str, *, from_clock: bool = False, best: Literal["max", "min"] | None = None
-) -> str:
-    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, from_clock=from_clock, best=best)
+def _metric(name: str, unit: str, meaning: str, **more: Any) -> str:
+    METRICS[name] = Metric(name=name, unit=unit, meaning=meaning, **more)
     return name
 
 
@@ -45,31 +43,21 @@ TRAIN_MOMENTUM = _metric("train/momentum", "1", "Momentum (Adam, LAMB: beta1) of
 TRAIN_LOSS_SCALE = _metric("train/loss_scale", "1", "Factor on the loss for the next step; none without fp16.")
 TRAIN_SKIPPED_STEPS = _metric("train/skipped_steps", "1", "Steps skipped so far because a gradient was not finite.")
 TRUST_RATIO_MIN = _metric("train/trust_ratio_min", "1", "Least trust ratio of a layer, for the gradients just used.")
-TRUST_RATIO_MEDIAN = _metric(
-    "train/trust_ratio_median", "1", "Median over layers of the trust ratio; of two, the smaller."
-)
+TRUST_RATIO_MEDIAN = _metric("train/trust_ratio_median", "1", "Median trust ratio of the layers; of two, the smaller.")
 TRUST_RATIO_MAX = _metric("train/trust_ratio_max", "1", "Largest trust ratio of a layer.")
 DATA_WAIT_S = _timed("data/wait_s", "s", "Time per step in which rank zero waited for its loader.")
 COMM_BYTES = _metric("comm/bytes", "B", "Gradients per step that rank zero gave to the sum, as on the wire.")
 COMM_LINK_BYTES = _metric(
-    "comm/link_bytes",
-    "B",
-    "Bytes that the busiest node sends to others per step, by the formula of each bucket's algorithm.",
+    "comm/link_bytes", "B", "Bytes that the busiest node sends to others per step, by the formulas of the algorithms."
 )
 COMM_LEAST_LINK_BYTES = _metric(
-    "comm/least_link_bytes",
-    "B",
-    "Bytes that each of N nodes must send to others per step by any algorithm: 2 (N - 1) / N of the sums.",
+    "comm/least_link_bytes", "B", "Least of them by any algorithm: 2 (N - 1) / N of the sums, of each of N nodes."
 )
 COMM_NODE_BYTES = _metric(
-    "comm/node_bytes",
-    "B",
-    "Bytes that the ranks of the busiest node send one another per step, by the formula of the algorithm.",
+    "comm/node_bytes", "B", "Bytes that ranks of the busiest node send one another per step, by the same formulas."
 )
 COMM_QUANTISATION_NMSE = _metric(
-    "comm/quantisation_nmse",
-    "1",
-    "Mean squared error of what rank zero rounded to 8 or 4 bits for other nodes, by its mean square.",
+    "comm/quantisation_nmse", "1", "Mean squared error of what rank zero rounded for other nodes, by its mean square."
 )
 COMM_BUSY_S = _timed(
     "comm/busy_s", "s", "Time per step with at least one bucket of rank zero in flight, hidden by backward or not."
@@ -79,48 +67,29 @@ COMM_EXPOSED_S = _timed(
 )
 COMM_EXPOSED_SHARE = _timed("comm/exposed_share", "1", "Exposed communication as a part of the time of a step, 0 to 1.")
 COMM_ACHIEVED_BYTES_PER_S = _timed(
-    "comm/achieved_bytes_per_s",
-    "B/s",
-    "Least bytes between nodes by the time in flight: the rate that the algorithm reaches on a link.",
+    "comm/achieved_bytes_per_s", "B/s", "Least bytes between nodes by the time in flight: the rate reached on a link."
 )
 COMM_ACHIEVED_SHARE = _timed(
-    "comm/achieved_share",
-    "1",
-    "The achieved rate as a part of the link's, which the strategy was given as `report.link_bytes_per_s`.",
+    "comm/achieved_share", "1", "The achieved rate as a part of the link's, the strategy's `report.link_bytes_per_s`."
 )
 IMAGES_PER_S = _timed(
-    "throughput/images_per_s",
-    "1/s",
-    "Training images per second over all ranks, since the last value; validation is not counted.",
+    "throughput/images_per_s", "1/s", "Training images per second of all ranks since the last value, less validation."
 )
 FLOPS_PER_S = _timed(
-    "throughput/flops_per_s",
-    "1/s",
-    "Floating-point operations per second over all ranks: images per second by the model's per image.",
+    "throughput/flops_per_s", "1/s", "Floating-point operations per second: the model's per image by images per second."
 )
 MFU = _timed(
-    "throughput/mfu",
-    "1",
-    "Model FLOP utilisation: these operations as a part of what all devices could do at their peak.",
+    "throughput/mfu", "1", "Model FLOP utilisation: these operations as a part of what all devices do at their peak."
 )
 PEAK_MEMORY_BYTES = _timed(
     "memory/peak_bytes", "B", "Peak memory of rank zero so far: tensors on CUDA; on a CPU the whole process."
 )
 VAL_LOSS = _metric("val/loss", "1", "Mean loss over the validation set.", best="min")
 VAL_ACC = _metric("val/acc", "1", "Part of the validation set whose most likely class is right.", best="max")
-VAL_ACC_TOP5 = _metric(
-    "val/acc_top5",
-    "1",
-    "Part of the validation set whose class is among the five most likely; not with five classes or fewer.",
-    best="max",
-)
+_TOP5 = "Part of the {} set whose class is among the five most likely; not with five classes or fewer."
+VAL_ACC_TOP5 = _metric("val/acc_top5", "1", _TOP5.format("validation"), best="max")
 TEST_ACC = _metric("test/acc", "1", "Part of the test set whose most likely class is right.", best="max")
-TEST_ACC_TOP5 = _metric(
-    "test/acc_top5",
-    "1",
-    "Part of the test set whose class is among the five most likely; not with five classes or fewer.",
-    best="max",
-)
+TEST_ACC_TOP5 = _metric("test/acc_top5", "1", _TOP5.format("test"), best="max")
 ELAPSED_S = _timed(
     "time/elapsed_s",
     "s",

@@ -69,7 +69,7 @@ class Cluster(ClusterCosts):
 
 
 def is_known(cluster: Cluster) -> bool:
-    """Return whether choices by the model were better than the default on such links: see `from_few_nodes`.
+    """Return whether choices by the model were better than the default on such links, by published sums.
 
     That is InfiniBand, RoCE and EFA, and what was measured on `MEASURED_FROM` nodes or more.
     """

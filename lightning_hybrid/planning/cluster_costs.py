@@ -12,7 +12,7 @@ from typing import Self
 
 from lightning_hybrid.checks import require_number, require_positive, require_whole
 from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
-from lightning_hybrid.comm.plan import CommPlan
+from lightning_hybrid.comm.plan import Algorithm, CommPlan
 from lightning_hybrid.planning.cost import (
     Cost,
     Link,
@@ -29,7 +29,7 @@ from lightning_hybrid.planning.cost_gloo import Gloo, gloo_stages
 from lightning_hybrid.planning.cost_nccl import Nccl
 from lightning_hybrid.planning.node_wire import CodecRates, NodeWire, bits_of
 
-OURS = ("flat", "parallel_flat", "hierarchical", "two_level")
+OURS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 # Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
 # textbook forms and the 2D torus, with the links' latencies and no software.
 PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")

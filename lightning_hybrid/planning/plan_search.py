@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes, plan_for_codec
-from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
-from lightning_hybrid.planning.cluster_costs import ClusterCosts
+from lightning_hybrid.comm.plan import KIB, MIB, CommPlan
+from lightning_hybrid.planning.cluster_costs import OURS, ClusterCosts
 from lightning_hybrid.planning.node_wire import NodeWire, bits_of
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 
-ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
 FLAT_ON_CUDA = ("auto", "flat", "parallel_flat")
 
 # The last is all gradients in one bucket.
@@ -169,7 +168,7 @@ def choose_plan(
 
 
 def _coarse(base: CommPlan) -> list[CommPlan]:
-    algorithms = [replace(base, algorithm=name) for name in ALGORITHMS]
+    algorithms = [replace(base, algorithm=name) for name in OURS]
     by_size = [replace(base, algorithm="auto", hierarchical_below_bytes=below) for below in BELOW_BYTES]
     plans = [*algorithms, *by_size]
     return [*plans, *(with_buckets(plan, size) for plan, size in itertools.product(plans, BUCKETS_BYTES))]

@@ -159,19 +159,21 @@ def simulate(
             return num_columns or 1
         return plan.num_columns(bucket.algorithm, cluster)
 
+    def step_of(paced: StepWorkload) -> StepTimes:
+        ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
+        return step_times(
+            paced, buckets, chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
+        )
+
     factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
     # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
     known: dict[float, StepTimes] = {}
     for factor in factors:
         if factor not in known:
             paced = work.scaled(float(factor))
-            ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
-            chunks = chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
-            known[factor] = step_times(paced, buckets, chunks)
-            for _ in range(SLOWED_TURNS if cluster.taken_share and chunks else 0):
-                slowed = paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor]))
-                chunks = chunks_of_step(buckets, ready_times_s(slowed, buckets), cluster, columns, **ask)
-                known[factor] = step_times(slowed, buckets, chunks)
+            known[factor] = step_of(paced)
+            for _ in range(SLOWED_TURNS if cluster.taken_share else 0):
+                known[factor] = step_of(paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor])))
     steps = [known[factor] for factor in factors]
     return SimulatedSteps(
         steps_s=np.array([step.step_s for step in steps]),

@@ -106,7 +106,6 @@ WINDOWS = {
     "two nodes": TWO_STEPS,
     "one node": dataclasses.replace(TWO_STEPS, least_bytes_across=0.0, bytes_across=0.0),
     "cuda": dataclasses.replace(TWO_STEPS, busy_s=None, exposed_s=None, buckets=(bucket(0, 2, None, None),)),
-    "nothing": CommSummary(busy_s=None, exposed_s=None),
 }
 
 

@@ -165,7 +165,3 @@ def test_another_seed_of_the_data_on_one_rank_is_an_error_on_both_before_the_fir
         assert "`seed` is 2 on rank 0 and 9 on rank 1. Samples are read twice" in seen.error
         assert "ranks 0, 1 are on host " in seen.error.lower()
         assert seen.global_step == 0
-
-
-def test_ranks_that_read_in_one_order_hear_nothing(two_ranks):
-    assert [seen.global_step for seen in fit(two_ranks, max_epochs=1, callbacks=[ReplicaCheck(2)])] == [4, 4]

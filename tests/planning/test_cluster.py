@@ -71,32 +71,6 @@ def test_chunks_are_those_of_the_engine():
             assert workload.chunk_sizes_bytes(2 * numel, num_chunks, 2) == [chunk.num_bytes for chunk in bucket.chunks]
 
 
-# us of one all-reduce on one node of 8, by KiB (stas00/ml-engineering, network): A100, H200, B200.
-ONE_NODE_US = {
-    "a100": {32: 43.8, 1024: 101.9, 8192: 133.5, 131072: 1327.6, 2097152: 16240.0},
-    "h200": {32: 39.8, 1024: 46.0, 8192: 94.4, 131072: 584.4, 2097152: 8010.1},
-    "b200": {32: 47.8, 1024: 50.9, 8192: 116.1, 131072: 413.2, 2097152: 5113.3},
-}
-HARDWARE = {  # NCCL's own rates per link; the published loop waits after each sum: `launch_s`, fitted to 32 KiB
-    "a100": (12 * 20.0e9, Nccl(inside="nvlink", launch_s=28.6e-6)),
-    "h200": (18 * 20.6e9, Nccl(inside="nvlink", generation="hopper", launch_s=24.6e-6)),
-    "b200": (
-        18 * 40.1e9,
-        Nccl(inside="nvlink", generation="blackwell", launch_s=32.6e-6),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ONE_NODE_US)
-def test_one_node_takes_what_was_published(name):
-    """Large sums within 11 %, by NCCL's constants alone; in the middle its model is too fast by up to 1.75."""
-    rate, nccl = HARDWARE[name]
-    found = cluster(1, 8, transport=nccl, inside=Link(latency_s=0.0, bytes_per_s=rate))
-    ratios = {kib: 1e6 * found.alone_s("nccl", kib * 1024) / us for kib, us in ONE_NODE_US[name].items()}
-    assert ratios[2097152] == pytest.approx(1.0, abs=0.11)
-    assert all(1 / 1.75 < ratio < 1.1 for ratio in ratios.values())
-
-
 def test_before_its_model_nccl_took_ll_up_to_a_size():
     old = Nccl(inside="pci", protocols=("ll", "simple"), ll_up_to_bytes=16384)
     ask = {"num_nodes": 2, "ranks_per_node": 8, "inside": SLOW, "across": SLOW, "algorithm": "ring"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hybrid.comm.health.tcp_info import Liveness, describe_liveness, most_telling
+
+Key = TypeVar("Key")
 
 # How the place of a rank begins that has nothing in its engine; what its caller does follows.
 IDLE = "with no bucket in flight"
@@ -117,7 +119,7 @@ def _no_answer(
 ) -> str:
     # Of a host all of whose ranks are silent, those that answer may know more; it must not be called dead if it lives.
     # Where others of its host answer, or no rank knows anything, a silent rank may be dead, stopped or unreachable.
-    by_state: dict[str, list[int]] = {}
+    states = []
     for rank in silent:
         host = hosts[rank] if rank < len(hosts) else None
         is_whole = host is not None and all(
@@ -130,10 +132,9 @@ def _no_answer(
             if each is not None
         ]
         liveness = most_telling(found)
-        state = "" if liveness is None or host is None else describe_liveness(liveness, host=host)
-        by_state.setdefault(state, []).append(rank)
+        states.append("" if liveness is None or host is None else describe_liveness(liveness, host=host))
     parts = []
-    for state, ranks in by_state.items():
+    for state, ranks in grouped(zip(states, silent, strict=True)).items():
         its = "its process is" if len(ranks) == 1 else "their processes are"
         does = "does" if len(ranks) == 1 else "do"
         parts.append(f"{name_ranks(ranks)} {does} not answer: {state or f'{its} dead, stopped or unreachable'}")
@@ -142,10 +143,7 @@ def _no_answer(
 
 def places_of(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Say in a sentence on which host each of these ranks is, of no ranks all; empty where hosts are not known."""
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks or range(len(hosts)):
-        if rank < len(hosts):
-            by_host.setdefault(hosts[rank], []).append(rank)
+    by_host = grouped((hosts[rank], rank) for rank in ranks or range(len(hosts)) if rank < len(hosts))
     places = [f"{name_ranks(few)} {'is' if len(few) == 1 else 'are'} on host {host}" for host, few in by_host.items()]
     more = f" and {len(places) - 4} hosts more" if len(places) > 4 else ""
     words = ", ".join(places[:4]) + more
@@ -158,15 +156,13 @@ def _other_buckets(here: dict[int, RankStatus]) -> str | None:
     # Where the difference is older than that, the hashes of the whole order show it.
     first = {rank: each.num_submitted - len(each.recent) for rank, each in here.items()}
     for place in range(max(first.values(), default=0), max((each.num_submitted for each in here.values()), default=0)):
-        by_record: dict[str, list[int]] = {}
-        for rank, each in here.items():
-            if place < each.num_submitted:  # a rank that has not come so far says nothing of this place
-                by_record.setdefault(each.recent[place - first[rank]], []).append(rank)
+        # A rank that has not come so far says nothing of this place.
+        came = {rank: each for rank, each in here.items() if place < each.num_submitted}
+        by_record = grouped((each.recent[place - first[rank]], rank) for rank, each in came.items())
         if len(by_record) > 1:
             return _other_order(sorted(by_record.items(), key=lambda item: (-len(item[1]), item[1])))
-    by_order: dict[tuple[int, str], list[int]] = {}
-    for rank, each in here.items():
-        by_order.setdefault((each.num_submitted, each.order), []).append(rank)  # equal counts must have equal hashes
+    by_order = grouped(((each.num_submitted, each.order), rank) for rank, each in here.items())
+    # Equal counts must have equal hashes.
     if len(by_order) > len({num_submitted for num_submitted, _ in by_order}):
         ranks = sorted(by_order.values(), key=lambda ranks: (-len(ranks), ranks))
         return _other_order([("something else, longer ago than is remembered,", each) for each in ranks])
@@ -182,10 +178,16 @@ def _other_order(by_record: list[tuple[str, list[int]]]) -> str:
 
 
 def _by_place(here: Mapping[int, RankStatus]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, each in here.items():
-        ranks.setdefault(each.place, []).append(rank)
+    ranks = grouped((each.place, rank) for rank, each in here.items())
     return "; ".join(f"{name_ranks(some)}: {place}" for place, some in list(ranks.items())[:8])
+
+
+def grouped(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
+    """Collect the ranks of each key, in the order in which they come."""
+    found: dict[Key, list[int]] = {}
+    for key, rank in pairs:
+        found.setdefault(key, []).append(rank)
+    return found
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -204,9 +206,7 @@ def differing(values: Sequence[dict[str, Any]]) -> str:
     """
     found = []
     for key in dict.fromkeys(key for each in values for key in each):
-        by_value: dict[str, list[int]] = {}
-        for rank, each in enumerate(values):
-            by_value.setdefault(repr(each.get(key)), []).append(rank)  # repr: values need not be hashable
+        by_value = grouped((repr(each.get(key)), rank) for rank, each in enumerate(values))  # values may have no hash
         if len(by_value) > 1:
             found.append(f"`{key}` is " + " and ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items()))
     return "; ".join(found)

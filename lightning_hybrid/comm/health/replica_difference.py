@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hybrid.comm.health.diagnosis import name_ranks
+from lightning_hybrid.comm.health.diagnosis import grouped, name_ranks
 
 PART = "elements"
 """How names of tensors begin that some ranks alone have, where the ranks of a node share the update."""
@@ -17,10 +17,8 @@ class ReplicaDriftError(RuntimeError):
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
     """Describe the first name whose values are not the same on all ranks, and who holds which."""
     differing, names = names_that_differ(values_of), {name for values in values_of for name in values}
-    by_value: dict[int | None, list[int]] = {}
-    for rank, values in enumerate(values_of):
-        if differing[0] in values or not differing[0].startswith(PART):
-            by_value.setdefault(values.get(differing[0]), []).append(rank)
+    held = {rank: of for rank, of in enumerate(values_of) if differing[0] in of or not differing[0].startswith(PART)}
+    by_value = grouped((values.get(differing[0]), rank) for rank, values in held.items())
     # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.
     (_, most), *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     few = [f"{name_ranks(ranks)} ({_hosts_of(ranks, hosts)})" for _, ranks in others]

@@ -36,7 +36,7 @@ class DeviceTimes:
     is_in_update: bool | None = False  # no gradients: the optimizer's step waited for it; None: it did not
 
 
-class _Counts:
+class _Counts:  # the rest of a `BucketSummary`
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.num_times = 0
@@ -239,16 +239,7 @@ class CommTrace:
             self._add_times(now_s)
             self._busy_since_s = now_s
             self._exposed_since_s = None if self._exposed_since_s is None else now_s
-        buckets = (
-            BucketSummary(
-                **vars(bucket),
-                traffic=counts.traffic,
-                num_times=counts.num_times,
-                in_flight_s=counts.in_flight_s,
-                exposed_s=counts.exposed_s,
-            )
-            for bucket, counts in self._by_bucket.items()
-        )
+        buckets = (BucketSummary(**vars(bucket), **vars(counts)) for bucket, counts in self._by_bucket.items())
         by_index = sorted(buckets, key=lambda bucket: (bucket.index, bucket.numel, bucket.dtype))
         return CommSummary(**self._counts, buckets=tuple(by_index))
 

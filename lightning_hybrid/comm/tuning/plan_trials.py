@@ -11,6 +11,7 @@ Buckets stay as they are, as DDP would have to be built again to change them, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
@@ -227,17 +228,11 @@ def effect(
             ("flat", 1, 1) if each.algorithm in whole else (each.algorithm, each.num_chunks, 1) for each in planned
         )
     # No more sets of groups are in use than there are chunks to go round them: other plans do the same.
-    num_chunks = {
-        name: sum(each.num_chunks for each in planned if each.algorithm == name) for name in get_args(Algorithm)
-    }
-    return tuple(
-        (
-            each.algorithm,
-            each.num_chunks,
-            min(plan.num_columns(each.algorithm, topology), num_chunks[each.algorithm]),
-        )
-        for each in planned
-    )
+    num_chunks = Counter[Algorithm]()
+    for each in planned:
+        num_chunks[each.algorithm] += each.num_chunks
+    columns = {name: min(plan.num_columns(name, topology), num) for name, num in num_chunks.items()}
+    return tuple((each.algorithm, each.num_chunks, columns[each.algorithm]) for each in planned)
 
 
 def changes(before: CommPlan, after: CommPlan) -> str:

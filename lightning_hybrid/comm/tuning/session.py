@@ -123,9 +123,6 @@ class TuningSession:
         times_s = max_over_ranks(self._times_s, self._place(), self._engine.device)  # the slowest rank counts
         self._follow(self._from_first_rank(lambda: self._decision(times_s)))
 
-    def _rest(self, step_s: float) -> None:
-        """Leave the plan as it is, to the end of the fit."""
-
     # ---- rank 0 decides, all follow ---------------------------------------------------------------------------------
 
     def _place(self) -> str:
@@ -149,7 +146,7 @@ class TuningSession:
             return
         self._engine.free_unused()  # threads and groups of plans that lost
         self._on_plan(plan)
-        self._do = self._rest
+        self._do = lambda step_s: None  # the plan stays as it is, to the end of the fit
 
     def _begin(self) -> Decision:
         engine = self._engine

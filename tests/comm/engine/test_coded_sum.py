@@ -105,20 +105,6 @@ def same_reals(rank, numel, dtype):
     return reals(0, numel, dtype)
 
 
-def one_bad(rank, numel, dtype):
-    flat = reals(rank, numel, dtype)
-    flat[1000] = torch.inf if rank == 0 else 0.0
-    return flat
-
-
-@BITS
-@pytest.mark.parametrize("nodes", [((0, 1), (2, 3))], ids=name)
-def test_an_inf_on_one_rank_is_not_finite_on_any(four_ranks, nodes, bits):
-    for (result,) in four_ranks.run(sums_on_rank, nodes, [PLANS["hierarchical"]], bits, one_bad, [3 * BLOCK + 300]):
-        assert not result[1000].isfinite()
-        assert result[: 3 * BLOCK].isfinite().all()
-
-
 @BITS
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,))], ids=name)
 def test_the_checksum_of_the_order_is_exact(rank_pool, nodes, bits):

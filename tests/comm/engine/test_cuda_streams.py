@@ -232,9 +232,6 @@ def test_times_are_the_devices_and_a_step_counts_once_it_is_through(cuda):
     assert [bucket.in_flight_s for bucket in summary.buckets] == [1.0, 1.5]
 
 
-# ---- the order of buckets --------------------------------------------------------------------------------------------
-
-
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 

@@ -105,12 +105,6 @@ def test_each_bucket_is_exposed_from_the_one_done_before_it():
     assert sum(summary.exposed_by_bucket_s.values()) == summary.exposed_s
 
 
-def test_the_achieved_rate_is_the_least_bytes_by_the_time_in_flight():
-    trace, clock = traced()
-    play(clock, (0, begins(trace, is_last=True, traffic=Traffic(least_across=150.0))), (2, trace.end, bucket(0)))
-    assert trace.drain().achieved_bytes_per_s == 75.0
-
-
 TRAFFIC = Traffic(least_across=10.0, across=15.0, inside=20.0)
 
 

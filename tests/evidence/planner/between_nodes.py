@@ -128,26 +128,12 @@ def errors_of(found: Iterable[MeasuredRow]) -> Errors:
     return groups
 
 
-def coverage(known: Errors, told: Errors | None = None) -> float:
-    """Return the share of rows within the intervals of what is known, each source of equal weight.
-
-    `told`: rows to look at; None: those of each source, by the intervals of the other sources of its class.
-    """
+def coverage(known: Errors) -> float:
+    """Return the share of rows within the intervals of the other sources of their class, of sources of equal weight."""
     held = defaultdict[str, list[bool]](list)
-    for kind, by_source in (told or known).items():
+    for by_source in known.values():
         for source, errors in by_source.items():
-            others = {name: each for name, each in known.get(kind, {}).items() if told or name != source}
-            if others:
+            if others := {name: each for name, each in by_source.items() if name != source}:
                 low, high = interval(others)
                 held[source] += [low <= error <= high for error in errors]
     return statistics.fmean(statistics.fmean(inside) for inside in held.values())
-
-
-def coverages() -> dict[str, float]:
-    """Return how much the intervals hold: of the half that they were widened by, of the other, and of all."""
-    read, unread = (errors_of(row for row in rows() if row.is_unread == half) for half in (False, True))
-    return {
-        "read half, of a source left out": coverage(read),
-        "unread half, by the intervals of the read": coverage(read, unread),
-        "all, of a source left out": coverage(errors_of(rows())),
-    }

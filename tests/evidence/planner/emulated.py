@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+from torch.distributed import _compute_bucket_assignment_by_size
+
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cluster import Cluster, bounds
 from lightning_hybrid.planning.cost import Link, NodeGroup
@@ -27,8 +30,6 @@ RECORD = ROOT / "recipes/records/simulate/2026-11-26_check_emulated"
 STOCK, COMPRESSED, BACKEND = "ddp", "fp16_compress", "torch"
 BYTES_PER_ELEMENT = 40  # by count: what backward, bucket, unscaling, SGD and the half copy read and write
 BACKWARD_SHARE = 0.2  # of these, before the bucket is handed over
-DDP_FIRST_BYTES, DDP_BYTES = MIB, 25 * MIB  # torch's defaults
-MARGIN = 0.1  # times that are nearer to one another have no order
 GLOO_THREADS = 2  # torch's default: collectives of one group that run side by side
 
 
@@ -69,12 +70,7 @@ class Checked:
     @cached_property
     def ratio(self) -> float:
         """Predicted over measured time."""
-        return self.predicted_s / float(self.row["median_s"])
-
-    @cached_property
-    def predicted_s(self) -> float:
-        """Predict the seconds by the simulator."""
-        return self.seconds(cluster_of(self.machine, self.setting))
+        return self.seconds(cluster_of(self.machine, self.setting)) / float(self.row["median_s"])
 
     @property
     def is_held(self) -> bool:
@@ -113,28 +109,14 @@ class Checked:
             return work.alone_s
         itemsize = 4 if arm == STOCK or arm.endswith("_fp32") else 2
         if arm in (STOCK, COMPRESSED):
-            cuts = ddp_cuts([4 * numel([shape]) for shape in shapes])
+            tensors = [torch.empty(shape, device="meta") for shape in shapes]
+            cuts = [max(bucket) + 1 for bucket in _compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])[0]]
             own: dict[str, Any] = {"algorithm": "gloo_ring", "cuts": cuts, "num_columns": GLOO_THREADS}
             return run(work, plan=plan, itemsize=itemsize, **own).step_s
         algorithm, _, codec = arm.removesuffix("_fp32").rpartition("_")
         wire = NodeWire(name=codec, itemsize=itemsize) if codec in ("int8", "int4") else None
         plan = replace(plan, algorithm=algorithm if wire else arm.removesuffix("_fp32"))
         return run(work, plan=plan, itemsize=itemsize, wire=wire).step_s
-
-
-def ddp_cuts(sizes_bytes: Sequence[int]) -> list[int]:
-    """Return where DistributedDataParallel ends its buckets: a tensor that passes the limit is the bucket's last.
-
-    >>> ddp_cuts([MIB // 2, MIB, 20 * MIB, 6 * MIB, 5])
-    [2, 4]
-    """
-    cuts, open_bytes, limit = list[int](), 0, DDP_FIRST_BYTES
-    for place, size in enumerate(sizes_bytes, 1):
-        open_bytes += size
-        if open_bytes >= limit:
-            cuts.append(place)
-            open_bytes, limit = 0, DDP_BYTES
-    return [cut for cut in cuts if cut < len(sizes_bytes)]
 
 
 def checked_of(name: str, lines: Sequence[str], machine: Mapping[str, float]) -> list[Checked]:
@@ -156,18 +138,6 @@ def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
                 "share_within_20_percent": round(sum(error <= 0.2 for error in errors) / len(errors), 4),
             }
     return content
-
-
-def ranked(found: Sequence[Checked]) -> list[tuple[Checked, Checked]]:
-    """Return pairs of arms of one case that differ by more than `MARGIN`, the faster first."""
-    groups: dict[object, list[Checked]] = {}
-    for one in found:
-        if "silent" not in one.row["arm"]:
-            size = one.row["num_bytes"] if one.row["section"] == "allreduce" else 0
-            key = (one.record, one.row["section"], one.row["case"], size, one.row["backward_s"])
-            groups.setdefault(key, []).append(one)
-    pairs = [(a, b) for group in groups.values() for a in group for b in group]
-    return [(a, b) for a, b in pairs if a.row["median_s"] * (1 + MARGIN) < b.row["median_s"]]
 
 
 def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:

