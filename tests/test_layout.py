@@ -47,7 +47,7 @@ MOST_LINES = 300  # past this a file asks to be split
 MAY_BE_LONGER = {
     "lightning_hybrid/callbacks/numerics.py": 308,
     "lightning_hybrid/comm/engine/engine.py": 378,
-    "lightning_hybrid/comm/health/watchdog.py": 334,
+    "lightning_hybrid/comm/health/watchdog.py": 331,
     "lightning_hybrid/comm/plan.py": 346,
     "lightning_hybrid/optim/lamb.py": 329,
     "lightning_hybrid/optim/layerwise.py": 358,

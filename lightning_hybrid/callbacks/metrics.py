@@ -10,7 +10,7 @@ True
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ COMM_LINK_BYTES = _metric(
     "comm/link_bytes", "B", "Bytes that the busiest node sends to others per step, by the formulas of the algorithms."
 )
 COMM_LEAST_LINK_BYTES = _metric(
-    "comm/least_link_bytes", "B", "Least of them by any algorithm: 2 (N - 1) / N of the sums, of each of N nodes."
+    "comm/least_link_bytes", "B", "Least bytes per step from each of N nodes to others: 2 (N - 1) / N of the sums."
 )
 COMM_NODE_BYTES = _metric(
     "comm/node_bytes", "B", "Bytes that ranks of the busiest node send one another per step, by the same formulas."
@@ -109,17 +109,14 @@ TRUST_RATIOS = (TRUST_RATIO_MIN, TRUST_RATIO_MEDIAN, TRUST_RATIO_MAX)
 
 
 def _indexed(name: str, of: str, meaning: str) -> Metric:
-    of_all = METRICS[name]
-    return Metric(name=f"{name}/{of}_<index>", unit=of_all.unit, meaning=meaning, from_clock=of_all.from_clock)
+    return replace(METRICS[name], name=f"{name}/{of}_<index>", meaning=meaning)
 
 
 # Metrics of each bucket, by its place in the step; of each further optimizer in manual optimization; of each further
 # parameter group with trust ratios. The first optimizer and group have no index.
 INDEXED = {
     COMM_EXPOSED_S: _indexed(
-        COMM_EXPOSED_S,
-        "bucket",
-        "Part of the exposed time per step from the end of the bucket before until this bucket was done.",
+        COMM_EXPOSED_S, "bucket", "Exposed time per step from the end of the bucket before until this one was done."
     ),
     TRAIN_LOSS_SCALE: _indexed(TRAIN_LOSS_SCALE, "optimizer", "The same for a further optimizer."),
     **{name: _indexed(name, "group", "The same of a further parameter group.") for name in TRUST_RATIOS},

@@ -74,12 +74,7 @@ class RecalibrateBatchNorm(Callback):
         if batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._recalibrate(trainer, pl_module)
 
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Recalibrate before the first batch."""
-        if batch_idx == dataloader_idx == 0:
-            self._recalibrate(trainer, pl_module)
+    on_test_batch_start = on_validation_batch_start
 
     @torch.no_grad()
     def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:

@@ -96,8 +96,7 @@ class StopOnSignal(Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Queue the job again at SLURM's signal at once: nothing is left to save, and the test has to be repeated."""
-        number = requeue_signal_of(trainer)
-        if number is not None and threading.current_thread() is threading.main_thread():
+        if (number := requeue_signal_of(trainer)) is not None and threading.current_thread() is threading.main_thread():
             signal.signal(number, lambda *_: rank_zero_info(queue_again()) if trainer.is_global_zero else None)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

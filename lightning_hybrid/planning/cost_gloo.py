@@ -167,9 +167,8 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
     # While a ring waits for consents its link is free for others: the wait becomes a smaller share of the link.
     if not work_s:
         return StageCost(name=name, place="across", delay_s=delay_s + wait_s, work_s=0.0)
-    return StageCost(
-        name=name, place="across", delay_s=delay_s, work_s=work_s, share=work_s / (wait_s + work_s / share)
-    )
+    share = work_s / (wait_s + work_s / share)
+    return StageCost(name=name, place="across", delay_s=delay_s, work_s=work_s, share=share)
 
 
 def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:

@@ -166,8 +166,7 @@ class Nccl:
         for place in self._protocols(gathered, "ring", num_nodes):
             ring = self._cost("ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False)
             start_s = self.launch_s + tables.BASE_S["ring"][place]
-            hops_s = (ring.latency_s - start_s) / 2
-            found.append(Cost(latency_s=start_s + hops_s, transfer_s=ring.transfer_s / 2))
+            found.append(Cost(latency_s=(start_s + ring.latency_s) / 2, transfer_s=ring.transfer_s / 2))
         fastest = min(found, key=lambda cost: cost.total_s)
         return fastest if num_nodes == 2 else fastest + fastest
 
@@ -180,15 +179,11 @@ class Nccl:
         require_whole("num_ranks", num_ranks, "ranks are counted")
         if num_ranks == 1:
             return Cost()
-        found = [
-            Cost(
-                latency_s=self.launch_s
-                + tables.BASE_S["ring"][place]
-                + (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][place],
-                transfer_s=share * num_bytes / (SHARE_OF_PROTOCOL[place] * inside.bytes_per_s),
-            )
-            for place in self._protocols(num_bytes, "ring")
-        ]
+        found = []
+        for place in self._protocols(num_bytes, "ring"):
+            hops_s = (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][place]
+            transfer_s = share * num_bytes / (SHARE_OF_PROTOCOL[place] * inside.bytes_per_s)
+            found.append(Cost(latency_s=self.launch_s + tables.BASE_S["ring"][place] + hops_s, transfer_s=transfer_s))
         return min(found, key=lambda cost: cost.total_s)
 
     def _protocols(self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1) -> list[int]:

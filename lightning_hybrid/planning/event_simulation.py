@@ -38,13 +38,10 @@ class SimulatedChunk:
 class Span:
     """The time from `begin_s` to `end_s`, in which a stage had a chunk."""
 
-    bucket: int
-    algorithm: str
+    chunk: SimulatedChunk
     stage: str
-    column: int
     begin_s: float
     end_s: float
-    num_bytes: float
 
 
 @dataclass(eq=False)
@@ -88,13 +85,13 @@ def simulate_events(chunks: Sequence[SimulatedChunk]) -> list[Span]:
         while waiting and waiting[0].ready_s <= now_s:
             _put(threads, waiting.popleft(), 0, now_s)
         tasks = [thread.task for thread in threads.values() if thread.task]
-        _share_out([task for task in tasks if task.works_from_s <= now_s])
+        at_work = [task for task in tasks if task.works_from_s <= now_s]
+        _share_out(at_work)
         next_s = min((_ends_s(task, now_s) for task in tasks), default=math.inf)
         if waiting:
             next_s = min(next_s, waiting[0].ready_s)
-        for task in tasks:
-            if task.works_from_s <= now_s:
-                task.left_s -= task.rate * (next_s - now_s)
+        for task in at_work:
+            task.left_s -= task.rate * (next_s - now_s)
         now_s = next_s
         for task in tasks:
             # Rates are quotients: a rounding error of work may be left to a task that ends now.
@@ -136,15 +133,7 @@ def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_
         _put(threads, chunk, index + 1, now_s)
     if thread.task is None and thread.queue:
         _begin(thread, now_s)
-    return Span(
-        bucket=chunk.bucket,
-        algorithm=chunk.algorithm,
-        stage=task.stage.name,
-        column=chunk.column,
-        begin_s=task.begin_s,
-        end_s=now_s,
-        num_bytes=chunk.num_bytes,
-    )
+    return Span(chunk=chunk, stage=task.stage.name, begin_s=task.begin_s, end_s=now_s)
 
 
 def _ends_s(task: _Task, now_s: float) -> float:

@@ -81,16 +81,9 @@ def rank_plans(
         outcome = simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire)
         # Different settings often come to the same buckets: what is done identifies a candidate, not its plan.
         done = outcome.buckets, tuple(plan.num_columns(bucket.algorithm, cluster) for bucket in outcome.buckets)
-        found.setdefault(
-            done,
-            Candidate(
-                plan=plan,
-                num_buckets=len(outcome.buckets),
-                step_s=outcome.step_s,
-                exposed_s=float(outcome.exposed_s.mean()),
-                on_cuda=on_cuda,
-            ),
-        )
+        times: Any = {"step_s": outcome.step_s, "exposed_s": float(outcome.exposed_s.mean())}
+        one = Candidate(plan=plan, num_buckets=len(outcome.buckets), on_cuda=on_cuda, **times)
+        found.setdefault(done, one)
     return sorted(found.values(), key=lambda candidate: (float(f"{candidate.step_s:.3g}"), candidate.num_buckets))
 
 

@@ -20,7 +20,7 @@ from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
 from lightning_hybrid.comm.plan import BucketPlan, CommPlan
 from lightning_hybrid.planning.cluster_costs import ClusterCosts
 from lightning_hybrid.planning.event_simulation import SimulatedChunk, Span, simulate_events
-from lightning_hybrid.planning.node_wire import NodeWire, bits_of
+from lightning_hybrid.planning.node_wire import NodeWire
 from lightning_hybrid.planning.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
 
 
@@ -148,7 +148,7 @@ def simulate(
         wire: The form of sums between nodes; None: that of the buckets. For a codec the plan is that of
             `plan_for_codec`, as in a run.
     """
-    if cluster.num_nodes > 1 and (bits := bits_of(wire)) is not None:
+    if cluster.num_nodes > 1 and wire is not None and (bits := wire.bits) is not None:
         work = work.on_wire(wire)
         plan = plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda)
     numels = [numel for numel, _ in work.gradients]

@@ -57,10 +57,8 @@ class StepWorkload:
         factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
         return replace(self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients))
 
-    def on_wire(self, wire: NodeWire | None) -> StepWorkload:
+    def on_wire(self, wire: NodeWire) -> StepWorkload:
         """Return the same workload with gradients as large as they are on the wire between nodes."""
-        if wire is None:
-            return self
         return replace(self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients))
 
 

@@ -51,7 +51,7 @@ def _draw_step(report: SimulationReport, axes: Axes) -> None:
     axes.set_title(f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients")
     spans = [("forward", 0.0, work.forward_s), ("backward", work.forward_s, work.forward_s + work.backward_s)]
     for span in outcome.first.spans:
-        spans.append((f"{span.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s))
+        spans.append((f"{span.chunk.algorithm} {span.stage}".replace("_", " "), span.begin_s, span.end_s))
     names = list(dict.fromkeys(name for name, *_ in spans))
     for name, begin_s, end_s in spans:
         colour = MUTED if name in ("forward", "backward") else SERIES[0]

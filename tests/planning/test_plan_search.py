@@ -132,7 +132,7 @@ def test_whatever_comes_the_laws_hold(drawn):
     spans = simulate_events(chunks)
     assert len(spans) == sum(len(one.stages) for one in chunks)
     for one in chunks:  # in order, not before they are ready, not faster than alone
-        own = sorted((span for span in spans if span.bucket == one.bucket), key=lambda span: span.end_s)
+        own = sorted((span for span in spans if span.chunk is one), key=lambda span: span.end_s)
         assert own[0].begin_s >= one.ready_s
         for span, its_stage in zip(own, one.stages, strict=True):
             assert span.end_s - span.begin_s >= its_stage.alone_s * (1 - 1e-9) - 1e-9
@@ -160,11 +160,16 @@ def test_equal_chunks_through_places_of_their_own_are_the_formula():
 def test_what_a_slow_flow_leaves_goes_to_the_others():
     """A quarter to the slow one; the other has three quarters until it is done."""
     slow, fast = chunk(0, stage(share=0.25), column=0), chunk(1, stage(work_s=0.75), column=1)
-    assert {span.bucket: span.end_s for span in simulate_events([slow, fast])} == {0: 4.0, 1: 1.0}
+    assert {span.chunk.bucket: span.end_s for span in simulate_events([slow, fast])} == {0: 4.0, 1: 1.0}
 
 
 def test_a_stream_does_all_stages_of_one_before_the_next():
     stages = (stage("reduce", "inside"), stage("ring", "across"))
     spans = simulate_events([chunk(index, *stages, is_serial=True) for index in range(2)])
-    assert [(span.bucket, span.stage) for span in spans] == [(0, "reduce"), (0, "ring"), (1, "reduce"), (1, "ring")]
+    assert [(span.chunk.bucket, span.stage) for span in spans] == [
+        (0, "reduce"),
+        (0, "ring"),
+        (1, "reduce"),
+        (1, "ring"),
+    ]
     assert spans[-1].end_s == 4.0

@@ -8,7 +8,7 @@ any group, DistributedDataParallel's own too, all groups are aborted. A process 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -33,7 +33,7 @@ def abort_all(*, limit_s: float) -> list[str]:
     # All at the same time, as the abort of one may wait for the kernel of another (pytorch#119797). torch's own
     # `_abort_process_group` puts them into one group of NCCL's for that, but a group is a thread's, and since torch 2.6
     # each abort has a thread of its own.
-    return abort_together(((name, group) for group, name in _on_devices()), limit_s=limit_s)
+    return abort_together(list(_on_devices()), limit_s=limit_s)
 
 
 def abort_together(groups: Iterable[tuple[str, dist.ProcessGroup]], *, limit_s: float) -> list[str]:
@@ -72,14 +72,12 @@ def _abort(group: dist.ProcessGroup) -> None:
         group.abort()
 
 
-def _on_devices() -> list[tuple[dist.ProcessGroup, str]]:
-    found: list[tuple[dist.ProcessGroup, str]] = []
+def _on_devices() -> Iterator[tuple[str, dist.ProcessGroup]]:
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError):  # no backend for GPUs
             backend = group._get_backend(torch.device("cuda"))
             if not hasattr(backend, "name") or backend.name() not in _ON_HOSTS:  # one in Python may have no name
-                found.append((group, name))
-    return found
+                yield name, group
 
 
 def on_abort(group: Any, tell: Callable[[], None]) -> None:

@@ -71,8 +71,7 @@ def compare_plans(
             f"the software must be the same on all ranks: {difference}. Other code rounds otherwise, and the ranks' "
             f"weights part without a word. Install one environment on every host.{places_of([], hosts)}"
         )
-    difference = differing([values for values, *_ in gathered])
-    if difference:
+    if difference := differing([values for values, *_ in gathered]):
         raise ValueError(
             f"the plan of communication must be the same on all ranks: {difference}. Give every rank the same "
             f"`strategy` options, from one configuration.{places_of([], hosts)}"

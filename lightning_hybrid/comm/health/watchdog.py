@@ -208,11 +208,8 @@ class Watchdog:
     def _status_and_liveness(self) -> RankStatus:
         status, waited_s = self._watched.status(), self._watched.stalled_s()
         # Connections are looked at only where this rank waits: it costs a system call for each.
-        if waited_s:
-            status = replace(
-                status, liveness=tcp_info.liveness_by_address(tcp_info.tcp_connections(), waited_s=waited_s)
-            )
-        return status
+        found = tcp_info.tcp_connections() if waited_s else []
+        return replace(status, liveness=tcp_info.liveness_by_address(found, waited_s=waited_s))
 
     def _answer(self) -> None:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())

@@ -184,9 +184,7 @@ class CommTrace:
     ) -> None:
         if not self.keep_events or len(self._events) >= MOST_EVENTS:
             return
-        args: dict[str, Any] = {}
-        if bucket is not None:
-            args = {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
+        args = {} if bucket is None else {"bytes": num_bytes or bucket.num_bytes, "algorithm": bucket.algorithm}
         event = {"name": name, "row": row, "ph": "X", "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6, "args": args}
         self._events.append(event)
 

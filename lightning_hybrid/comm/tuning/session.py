@@ -81,11 +81,6 @@ class TuningSession:
         if engine.device.type == "cuda":
             engine.prepare(other_algorithms(engine.plan, engine.topology))
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether the plan of this step is on trial."""
-        return bool(self._trials)
-
     def before_batch(self) -> None:
         """Change the plan between two steps, if it is to change. Collective for the first batch of a step."""
         if self._began_s is not None and self._ended_s is not None:
@@ -100,7 +95,7 @@ class TuningSession:
 
     def after_optimizer_step(self) -> None:
         """End the step's time here, or at the next call before a batch begins (with several optimizers)."""
-        if self.is_trying and self._engine.device.type == "cuda":
+        if self._trials and self._engine.device.type == "cuda":
             # Only in trials: the host runs ahead of the device, and its time of a step would be that of enqueueing.
             torch.cuda.synchronize(self._engine.device)
         self._ended_s = self._clock()

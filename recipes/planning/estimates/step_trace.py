@@ -21,7 +21,7 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
     trace = CommTrace(clock=lambda: now[0], keep_events=True)
     buckets, spans = {bucket.index: bucket for bucket in outcome.buckets}, outcome.first.spans
     ends_s = {
-        index: max((s.end_s for s in spans if s.bucket == index), default=outcome.first.ready_s[index])
+        index: max((s.end_s for s in spans if s.chunk.bucket == index), default=outcome.first.ready_s[index])
         for index in buckets
     }
     # In order of time, and at one time begin (0), stage (1), end (2): the order in which a real run writes them.
@@ -41,8 +41,9 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
 
         def stage(span: Span = span) -> None:
             # The algorithm that was simulated, which may replace the plan's.
-            bucket = replace(buckets[span.bucket], algorithm=span.algorithm)  # type: ignore[arg-type]
-            trace.stage(bucket, span.stage, span.column, span.begin_s, int(span.num_bytes))
+            chunk = span.chunk
+            bucket = replace(buckets[chunk.bucket], algorithm=chunk.algorithm)  # type: ignore[arg-type]
+            trace.stage(bucket, span.stage, chunk.column, span.begin_s, int(chunk.num_bytes))
 
         events.append((span.end_s, 1, stage))
     for at_s, _, happen in sorted(events, key=lambda event: event[:2]):

@@ -103,7 +103,7 @@ def test_what_the_planner_prices_is_what_the_engine_puts_on_the_streams(num_node
             pieces = pieces_of(plan, numels, cluster)
             num_stages = sum(len(cluster.stages(*piece)) for piece in pieces)
             assert len(priced) == num_stages, (cluster, plan)
-            assert len(pieces) <= 4 * len({span.bucket for span in priced})
+            assert len(pieces) <= 4 * len({span.chunk.bucket for span in priced})
         in_turn_s = [
             sum(cluster.alone_s(*piece) for piece in pieces_of(plan, numels, cluster)) for plan in (chosen, flat)
         ]
