@@ -59,6 +59,10 @@ class Link:
         latency_s = max(self.latency_s, other.latency_s)
         return Link(latency_s=latency_s, bytes_per_s=min(self.bytes_per_s, other.bytes_per_s))
 
+    def seconds(self, num_bytes: float) -> float:
+        """Compute the time of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:

@@ -222,7 +222,7 @@ class SimulationReport:
         lines += ["", "| bucket | MiB | algorithm | ready s | done s |", "|---|---|---|---|---|"]
         first = self.outcome.first
         for bucket, ready_s in zip(self.outcome.buckets, first.ready_s, strict=True):
-            ends_s = [span.end_s for span in first.spans if span.bucket == bucket.index]
+            ends_s = [span.end_s for span in first.spans if span.chunk.bucket == bucket.index]
             name = scenario.algorithm or bucket.algorithm
             size = bucket.num_bytes / 2**20
             lines.append(

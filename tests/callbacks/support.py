@@ -103,7 +103,6 @@ TWO_STEPS = CommSummary(
     buckets=(bucket(0, 2, 0.2, 0.0), bucket(1, 2, 0.4, 0.1)),
 )
 WINDOWS = {
-    "two nodes": TWO_STEPS,
     "one node": dataclasses.replace(TWO_STEPS, least_bytes_across=0.0, bytes_across=0.0),
     "cuda": dataclasses.replace(TWO_STEPS, busy_s=None, exposed_s=None, buckets=(bucket(0, 2, None, None),)),
 }

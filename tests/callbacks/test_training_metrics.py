@@ -63,11 +63,10 @@ BETWEEN_NODES = {m.COMM_LINK_BYTES, m.COMM_LEAST_LINK_BYTES, m.COMM_ACHIEVED_BYT
 IN_SECONDS = {name for name, metric in METRICS.items() if name.startswith("comm/") and metric.from_clock}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
-        ("two nodes", {m.COMM_ACHIEVED_SHARE, m.COMM_QUANTISATION_NMSE}),
         ("one node", BETWEEN_NODES | {m.COMM_QUANTISATION_NMSE}),
         ("cuda", IN_SECONDS | {m.COMM_QUANTISATION_NMSE}),
     ],

@@ -86,8 +86,3 @@ def test_the_plug_in_chooses_in_place_of_nccl():
 )
 def test_a_version_has_the_algorithms_of_its_time(version, last):
     assert Nccl(inside="nvlink", generation="hopper", version=version).available[-1] == last
-
-
-def test_what_a_card_carries_is_payload():
-    assert Nccl(inside="nvlink").payload_bytes_per_s(50e9) == pytest.approx(47e9)
-    assert Nccl(inside="nvlink", fabric="tcp").payload_bytes_per_s(50e9) == 3.25e9

@@ -56,8 +56,8 @@ def planted(cluster, world, *, noise=0.02, seed=0, num_samples=9, flow_gain=1.0,
     places |= {"across": far} if cluster.num_nodes > 1 else {}
     for place, link in places.items():
         for size in MESSAGES:
-            add("ping", place, size, link.latency_s + size / link.bytes_per_s)
-        add("exchange", place, 4, 2 * link.latency_s + 4 / link.bytes_per_s)
+            add("ping", place, size, link.seconds(size))
+        add("exchange", place, 4, link.seconds(4) + link.latency_s)
     if "across" in places:
         for flows, gain in (("1", 1.0), (str(cluster.ranks_per_node), flow_gain)):
             add("flows", flows, FLOW_BYTES, 2 * far.latency_s + FLOW_BYTES / far.bytes_per_s / gain)
