@@ -17,7 +17,7 @@ _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
 
 
 class HeldLoggers:
-    """Holds what is logged until hosts have met; else one that joins would open the run of W&B beside the first host.
+    """Holds what is logged until hosts have met; else one that joins would open the run of W&B that the first host has.
 
     Where the first host is lost, the next one writes the rows of the last step and of `KEEP_S` again.
 
