@@ -159,6 +159,8 @@ def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what
     logger.log_metrics({}, step=3)
     assert logger.done == []  # others wait for the view, and not for what opens
     held.after_step()
+    held.meet(is_first=True)  # still, in another view
+    held.after_step()
     assert logger.done == ["settings", 1, 2, 3]
     logger.log_metrics({}, step=4)
     held.end()
