@@ -92,15 +92,6 @@ def test_segments_end_where_they_are_cut():
         buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[5])
 
 
-def test_buckets_are_the_plans():
-    """On GPUs they are DDP's own."""
-    for on_cuda in (False, True):
-        caps = PLAN.bucket_caps([2 * MIB] * 16, num_nodes=4, on_cuda=on_cuda)
-        found = buckets_of([MIB] * 16, on_gpus(), PLAN, itemsize=2, on_cuda=on_cuda, cuts=None)
-        assert [bucket.num_bytes for bucket in found] == caps
-        assert len(caps) == (3 if on_cuda else 16)
-
-
 def test_a_bucket_is_ready_with_its_last_gradient():
     work = StepWorkload(forward_s=1.0, gradients=((10, 1.0), (10, 2.0), (10, 4.0)))
     found = buckets_of([10] * 3, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[2])

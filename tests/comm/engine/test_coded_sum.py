@@ -12,7 +12,7 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, OF_A_SUM
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.comm.codec.philox import random_signs
 from lightning_hybrid.comm.codec.torch_passes import TorchPasses
-from tests.comm.engine.test_cuda_streams import engine_of, in_small_pieces
+from tests.comm.engine.test_cuda_streams import cuda, engine_of, fake_world, in_small_pieces  # noqa: F401  fixtures
 from tests.comm.layouts import Bucket, engine_over, error_of_another_order, integers, is_even, layouts, name, reals
 from tests.stand_in.recording_cuda import Cuda
 
@@ -146,15 +146,11 @@ def torch_passes(device, codec):
 
 def sums_by_streams(algorithm, nodes, bits, numels):
     with pytest.MonkeyPatch.context() as patch:
-        cuda = Cuda().installed(patch)
+        Cuda().installed(patch)
         in_small_pieces(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
         engine = engine_of(algorithm, nodes, dtype_across=Codec(bits=bits, seed=3))
-        flats = [integers(dist.get_rank(), numel, torch.float32).add_(0) for numel in numels]
-        found = [flat.clone() for flat in sums_of(engine, flats)]
-        del flats
-        torch.zeros(1)  # an operation more: what was given back is seen
-        assert (cuda.found, cuda.host_waits) == ([], [])
+        found = sums_of(engine, [integers(dist.get_rank(), numel, torch.float32) for numel in numels])
         engine.close()
     return found
 
@@ -174,6 +170,22 @@ def test_collectives_of_the_backend_give_the_same_bits_as_messages_of_our_own(fo
     expected = [expected_sum(values, bits) for values in addends]
     for flats in four_ranks.run(sums_by_streams, algorithm, nodes, bits, numels):
         assert all(map(torch.equal, flats, expected))
+
+
+@BITS
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "two_level"])
+def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, monkeypatch, algorithm, bits):  # noqa: F811
+    monkeypatch.setattr(codecs, "_passes_for", torch_passes)
+    engine = engine_of(algorithm, dtype_across=Codec(bits=bits))
+    for _ in range(2):
+        flats = [torch.zeros(numel).add_(1) for numel in (70_001, 5)]
+        futures = [engine.submit(flat, bucket_index=index, is_last=index == 1) for index, flat in enumerate(flats)]
+        for future in futures:
+            future.wait().mul_(0.1)
+    del flats, futures
+    torch.zeros(1)  # an operation more: what was given back is seen
+    assert cuda.found == []
+    assert cuda.host_waits == []
 
 
 def steps_with_feedback(engine, plans, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
