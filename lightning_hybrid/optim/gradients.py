@@ -42,7 +42,7 @@ class GradScaling:
         return tensors
 
     def scratch(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return where to compute the next values of `tensors`: copies in another `dtype` or if a step may be skipped."""
+        """Return where to compute the next `tensors`: copies in another `dtype` or where the step may be skipped."""
         wide = tensors if dtype is None else as_dtype(tensors, dtype)
         return copied(tensors) if wide is tensors and self.found_inf is not None else wide
 
