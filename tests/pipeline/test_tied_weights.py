@@ -5,18 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.optim import LAMB
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages
+from tests.pipeline.test_bit_equality import WithLars
 from tests.scenes import fit, same
 
 WIDTH, NUM, NUM_TOKENS = toy.NUM_FEATURES, 4, 17
 
 
-class Tied(toy.Toy):
+class Tied(WithLars):
     """The first and the last layer have one weight."""
-
-    optimizer, options = LARS, {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "trust_coefficient": 0.02}
 
     def __init__(self):
         super().__init__()
@@ -28,9 +27,6 @@ class Tied(toy.Toy):
 
     def tie(self):
         self.net[-1].weight = self.net[0].weight
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters(), **self.options)
 
 
 class Apart(Tied):
