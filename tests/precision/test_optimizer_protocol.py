@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid import MasterWeightPrecision
-from lightning_hybrid.callbacks import StopOnSignal, TrainingMetrics
+from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
@@ -246,12 +246,6 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
     assert host_reads(one_rank, "sgd") == [{"precision/master_step.py": 14}]
     assert host_reads(one_rank, "lars", scheduled=True) == [{"precision/skipped_steps.py": 14}]
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
-
-
-def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
-    """Before batches 0 to 7, of which 2 on are counted."""
-    asks = partial(StopOnSignal, every_n_steps=4)
-    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": 1}] * 2
 
 
 # ---- schedules one step behind -------------------------------------------------------------------------------------
