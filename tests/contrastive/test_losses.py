@@ -228,25 +228,19 @@ class Contrastive(Toy):
         return self.optimizer(self.parameters(), lr=0.5)
 
 
-def shares(world):
+def shares():
     """A loader whose step has the same pairs in the same order, whatever the ranks: two steps."""
-    share = PAIRS // world
+    share = PAIRS // (dist.get_world_size() if dist.is_initialized() else 1)
     order = [step * PAIRS + this_rank() * share + i for step in range(2) for i in range(share)]
     return DataLoader(TensorDataset(data()), batch_size=share, sampler=order)
 
 
-shares_of_1, shares_of_2, shares_of_4 = (partial(shares, world) for world in (1, 2, 4))
-
-
-SCENE = {"max_epochs": 1, "use_distributed_sampler": False}
+SCENE = {"train": shares, "max_epochs": 1, "use_distributed_sampler": False}
 
 
 def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks):
-    one = fit(None, Contrastive, train=shares_of_1, **SCENE)
-    two = fit(two_ranks, Contrastive, train=shares_of_2, **SCENE)
-    four = fit(
-        four_ranks, Contrastive, train=shares_of_4, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE
-    )
+    one, two = fit(None, Contrastive, **SCENE), fit(two_ranks, Contrastive, **SCENE)
+    four = fit(four_ranks, Contrastive, ranks_per_node=2, comm=Comm(algorithm="hierarchical"), **SCENE)
     assert one.global_step == 2
     for seen in [*two, *four]:
         assert same(seen.parameters, one.parameters)
@@ -254,7 +248,7 @@ def test_a_fit_of_one_two_and_four_ranks_has_the_same_bits(two_ranks, four_ranks
 
 def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
     """The band: a change of weights by half a unit of the dtype moves a step by some 1e-2 of its length."""
-    scene = {"module": partial(Contrastive, optimizer=LARS), "train": shares_of_2, **SCENE}
+    scene = {"module": partial(Contrastive, optimizer=LARS), **SCENE}
     wide, half = fit(two_ranks, **scene), fit(two_ranks, precision="16-true", loss_scale=256, **scene)
     assert half[0].num_skipped == 0
     assert same(half[0].parameters, half[1].parameters)
@@ -265,7 +259,7 @@ def test_half_precision_and_lars_train_on_fp32_masters(two_ranks):
 
 
 def test_accumulation_of_a_loss_that_couples_the_batch_is_warned_of():
-    scene = {"train": shares_of_4, "warns": True, "accumulate_grad_batches": 2, **SCENE}
+    scene = {"warns": True, "accumulate_grad_batches": 2, **SCENE}
     for is_chunked in (True, False):
         said = fit(None, Contrastive(is_chunked=is_chunked), **scene).warnings
         assert any("`accumulate_grad_batches` (=2)" in one for one in said) is not is_chunked
@@ -273,7 +267,7 @@ def test_accumulation_of_a_loss_that_couples_the_batch_is_warned_of():
 
 def test_a_pipeline_refuses_a_loss_over_the_global_batch(two_ranks):
     scene = {"kind": HybridPipelineStrategy, "num_stages": 2, "num_microbatches": 2, "raises": True}
-    for seen in fit(two_ranks, Contrastive, train=shares_of_2, **scene, **SCENE):
+    for seen in fit(two_ranks, Contrastive, **scene, **SCENE):
         assert "`GlobalBatch` and a pipeline exclude each other" in seen.error
 
 

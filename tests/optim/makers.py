@@ -57,7 +57,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(Whole):
     """DTensors on a mesh; the placements of a dimension that a tensor does not have are left out."""
 
     mesh: object
@@ -67,9 +67,6 @@ class Shards:
         num = tensor.dim()
         placements = [Replicate() if isinstance(one, Shard) and one.dim >= num else one for one in self.placements]
         return distribute_tensor(tensor, self.mesh, placements)
-
-    def lend(self, optimizer, params, wholes):
-        pass
 
 
 def mesh_of(*shape, names=None):

@@ -12,13 +12,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lightning_hybrid.optim import LAMB, LARS, param_groups
-from tests.optim.makers import FUSED, LR, Beside, Shards, distance, mesh_of, normals, set_grads
+from tests.optim.makers import FUSED, LR, Beside, Shards, Whole, distance, mesh_of, normals, set_grads
 from tests.optim.test_contract import SHARDED
 from tests.toy import error_of
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Whole):
     """Each tensor has one of the placements, by its shape; None leaves it plain."""
 
     mesh: object
@@ -27,9 +27,6 @@ class Mixed:
     def cut(self, tensor):
         own = self.placements[sum(tensor.shape) % len(self.placements)]
         return tensor if own is None else Shards(self.mesh, own).cut(tensor)
-
-    def lend(self, optimizer, params, wholes):
-        pass
 
 
 def distance_on_rank(placements, rule, options, path):

@@ -23,7 +23,6 @@ RULES = {
     "lamb-early": lambda params, **more: LAMB(params, lr=0.1, weight_decay=0.01, bias_correction=False, **more),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-HALF = [torch.float16, torch.bfloat16]
 
 
 @every_rule
@@ -41,7 +40,7 @@ def test_parameters_of_mixed_dtypes_step_as_each_alone(rule, foreach):
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_float32_but_for_one_rounding_at_the_end(rule, dtype):
     """Beside it runs a float32 parameter that is rounded to `dtype` after each step: same bits."""
     halves = parameters((40, 30), (7,), (600_011,), dtype=dtype)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Comm, HybridPipelineStrategy
@@ -41,6 +41,22 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.rand(3, *self.size, generator=torch.Generator().manual_seed(index)), index % 10
+
+
+class InBlocks(nn.Module):
+    """A network whose blocks take and give several tensors."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, *x: Any) -> Any:
+        for block in self.blocks:
+            x = block(*x)
+        return x
 
 
 class Validated(toy.Toy):

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests import toy
-from tests.pipeline.cases import Photos, Validated, accumulated, in_stages, loader_of
+from tests.pipeline.cases import InBlocks, Photos, Validated, accumulated, in_stages, loader_of
 from tests.scenes import Keeps, fit, play, same
 
 WIDTH = toy.NUM_FEATURES
@@ -64,36 +64,24 @@ class Joins(nn.Linear):
         return super().forward(x - residual)
 
 
-class ManyTensors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([*(Attends() for _ in range(3)), Joins(WIDTH, WIDTH)])
-
-    def pipeline_blocks(self):
-        return list(self.blocks)
-
-    def forward(self, *x):
-        for block in self.blocks:
-            x = block(*x)
-            x = x if isinstance(x, tuple) else (x,)
-        return x[0]
-
-
-def blocks(kind):
+def net_of(kind):
     table = torch.linspace(-1, 1, WIDTH)
-    return {
+    kinds = {
         "in place": lambda: [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True))],
         "shared buffer": lambda: [WithBuffer(table) for _ in range(4)],
         "cached": lambda: [Caching(None), Caching(None), Caching({}), Caching({})],
         "plain": lambda: [Block(table.clone()) for _ in range(4)],
-    }[kind]()
+    }
+    if kind == "many":
+        return InBlocks(*(Attends() for _ in range(3)), Joins(WIDTH, WIDTH))
+    return nn.Sequential(*kinds[kind](), nn.Linear(WIDTH, toy.NUM_CLASSES))
 
 
 class Ordinary(Validated):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net = ManyTensors() if kind == "many" else nn.Sequential(*blocks(kind), nn.Linear(WIDTH, toy.NUM_CLASSES))
+        self.net = net_of(kind)
 
 
 def left_by(kind, path, scene):
