@@ -258,10 +258,9 @@ class CommSetup:
         engine, elastic, self.engine, self.elastic_fit = self.engine, self.elastic_fit, None, None
         self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
         try:
-            if elastic is not None:
-                elastic.end()
-            if self.held_loggers is not None:
-                self.held_loggers.end()
+            for part in (elastic, self.held_loggers):
+                if part is not None:
+                    part.end()
             if engine is not None:
                 engine.close()
                 if self._trace_dir is not None:

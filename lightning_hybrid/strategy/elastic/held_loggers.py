@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-# How long the end of a run waits for loggers that are being opened.
-OPEN_LIMIT_S = 60.0
+# What a logger has of rows and has not written yet ends with its host: TensorBoard writes each 120 s, W&B each 15 s.
+KEEP_S = 120.0
 
 _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
 
 
 class HeldLoggers:
-    """Holds what is logged until hosts have met, and after that the rows since the last step.
+    """Holds what is logged until hosts have met; else one that joins would open the run of W&B that the first host has.
 
-    Else a host that joins would open the run of W&B while the first host writes it. Where the first host is lost, the
-    next one writes again what that one may not have: some rows are there twice, none is missing.
+    Where the first host is lost, the next one writes the rows of the last step and of `KEEP_S` again.
 
     Args:
         strategy: before Lightning opens the loggers of its trainer.
@@ -28,9 +28,8 @@ class HeldLoggers:
     def __init__(self, strategy: Any) -> None:
         self._strategy, self._loggers = strategy, list(strategy.lightning_module.trainer.loggers)
         self._settings: list[Callable[[], None]] = []
-        self._rows: list[Callable[[], None]] = []
+        self._rows: deque[tuple[float, Callable[[], None]]] = deque()
         self._has_met = self._is_first = self._is_due = False
-        self._opening: threading.Thread | None = None
         for one in self._loggers:
             for name in _CALLS:
                 setattr(one, name, partial(self._hold, name, getattr(one, name)))
@@ -46,7 +45,7 @@ class HeldLoggers:
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         call = partial(do, *args, **kwargs)
         if name == "log_metrics":
-            self._rows.append(call)
+            self._rows.append((monotonic(), call))
         elif not self._has_met:
             self._settings.append(call)
         if self._has_met and not self._is_due:
@@ -54,33 +53,23 @@ class HeldLoggers:
 
     def meet(self, *, is_first: bool) -> None:
         """Note that this rank is in a view; `is_first`: as the one that writes."""
-        if is_first and not self._is_first:
-            self._is_due = True
-            self._opening = threading.Thread(target=self._open, name="open-loggers", daemon=True)
-        self._is_first, self._has_met = is_first, True
+        self._is_due |= is_first and not self._is_first
+        self._is_first = is_first
+        if not self._has_met:
+            self._has_met = True
+            self.after_step()
 
     def after_step(self) -> None:
-        """Write what is due, once the loggers are open: to open a run takes seconds, in which others would wait."""
-        if self._opening is not None and self._opening.ident is None:
-            self._opening.start()
-        if self._opening is None or not self._opening.is_alive():
-            self._write()
-
-    def _open(self) -> None:
-        for one in self._loggers:
-            _ = getattr(one, "experiment", None)
-
-    def _write(self) -> None:
+        """Write what is due, which opens loggers: others wait for that, and no longer for a step."""
         if self._is_due:
-            for call in (*self._settings, *self._rows):
+            self._is_due = False
+            for call in (*self._settings, *(row for _, row in self._rows)):
                 call()
-        self._rows, self._is_due, self._opening = [], False, None
+        while self._rows and self._rows[0][0] < monotonic() - KEEP_S:
+            self._rows.popleft()
 
     def end(self) -> None:
-        """Write the rest, and give the loggers their methods back."""
-        if self._opening is not None and self._opening.ident is not None:
-            self._opening.join(OPEN_LIMIT_S)
-        self._write()
+        """Give the loggers their methods back."""
         for one in self._loggers:
             for name in _CALLS:
                 vars(one).pop(name, None)

@@ -8,13 +8,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
-from lightning_hybrid.strategy.elastic.flat_buckets import flat_buckets
+from lightning_hybrid.strategy.elastic import held_loggers
+from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, flat_buckets
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
 
@@ -119,6 +121,78 @@ def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
     data = TensorDataset(torch.arange(8))
     with pytest.raises(ValueError, match="cannot deal the batches of the training loader"):
         ShardLoader(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), 2, 0, lambda one: one)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.done.append(step)
+
+    def log_hyperparams(self, values: Any) -> None:
+        self.done.append(values)
+
+    log_graph = save = log_hyperparams
+
+
+def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what_may_be_missing(monkeypatch) -> None:
+    logger, barriers, now = Notes(), [], [0.0]
+    trainer = SimpleNamespace(loggers=[logger])
+    strategy: Any = type("Strategy", (), {"barrier": lambda _, name: barriers.append((name, rank_zero_only.rank))})()
+    strategy.lightning_module = SimpleNamespace(trainer=trainer)
+    monkeypatch.setitem(vars(rank_zero_only), "rank", 0)
+    monkeypatch.setattr(held_loggers, "monotonic", lambda: now[0])
+    held = held_loggers.HeldLoggers(strategy)
+    assert rank_zero_only.rank == 1  # so that Lightning opens none
+    strategy.barrier("pre_setup")
+    strategy.barrier("run-stage")
+    assert barriers == [("pre_setup", 0), ("run-stage", 0)]
+    logger.log_hyperparams("settings")
+    held.meet(is_first=False)
+    assert logger.done == []  # another host has opened its own
+    for step, now[0] in enumerate((0.0, 50.0, 130.0)):
+        logger.log_metrics({}, step=step)  # by itself, Lightning writes nothing on such a rank
+        held.after_step()
+    logger.done.clear()
+    held.meet(is_first=True)
+    logger.log_metrics({}, step=3)
+    assert logger.done == []  # others wait for the view, and not for what opens
+    held.after_step()
+    held.meet(is_first=True)  # still, in another view
+    held.after_step()
+    assert logger.done == ["settings", 1, 2, 3]
+    logger.log_metrics({}, step=4)
+    held.end()
+    logger.log_metrics({}, step=5)
+    assert logger.done[4:] == [4, 5]
+    assert list(vars(logger)) == ["done"]
+
+
+def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() -> None:
+    def module(value: int) -> nn.Module:
+        one = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(1, 1), nn.BatchNorm1d(2))
+        one[0].register_buffer("mask", torch.tensor([value > 1]))
+        one[2].register_buffer("narrow", torch.full((2, 3), value, dtype=torch.float16).t())
+        one[0].num_batches_tracked.fill_(value)
+        return one
+
+    first, other, sent = module(1), module(2), []
+    BufferCopy(first).share(sent.append, is_source=True)
+    assert len(sent) == 1
+    kept = BufferCopy(other)
+    kept.take()
+    BufferCopy(other).share(lambda flat: flat.copy_(sent[0]), is_source=False)
+    assert all(torch.equal(one, two) for one, two in zip(first.buffers(), other.buffers(), strict=True))
+    kept.put_back()
+    assert all(torch.equal(one, two) for one, two in zip(module(2).buffers(), other.buffers(), strict=True))
+    other[0].mask = torch.ones(5)  # another layout
+    kept.take()
+    other[0].mask.zero_()
+    kept.put_back()
+    assert other[0].mask.sum() == 5
+    BufferCopy(nn.Linear(1, 1)).share(sent.append, is_source=True)
+    assert len(sent) == 1
 
 
 def test_flat_buckets_hold_every_gradient_once_in_its_own_layout() -> None:
