@@ -59,8 +59,8 @@ class Peers:
     then has the same bits on all ranks, and on 1, 2, 4, ... ranks. Else it meets `rank + k`, and has not.
     """
 
-    def __init__(self) -> None:
-        self.of: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    def __init__(self, world: Any) -> None:
+        self.of = world
         # Of their own: another thread may have sums of gradients under way in the default group, in any order.
         self._group: Any = None if self.of is None else dist.new_group(group_desc="contrastive")
         self.rank, self.size = (0, 1) if self.of is None else (dist.get_rank(), dist.get_world_size())
@@ -153,7 +153,7 @@ class PairLoss(nn.Module):
         """Return the ranks of the run. Collective at its first call, and at the first of another run."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._peers is None or self._peers.of is not world:
-            self._peers = Peers()
+            self._peers = Peers(world)
         return self._peers
 
     def checked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,18 +32,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         optimizer.step  on the fp32 masters, or not at all where a gradient was inf or nan
 
     Each optimizer has a loss scale of its own; a backward takes the smallest of those that it can reach. Checkpoints
-    hold the masters, the fp32 state of the optimizers and the loss scales.
-
-    Args:
-        precision: `"16-true"`, or `"bf16-true"`, which has fp32's range and therefore no loss scale.
-        loss_scale: `"dynamic"`, a power of two for a fixed scale, or a `LossScale`.
-        keep_fp32: module types that stay fp32 like the normalisation layers (their own tensors, not submodules').
-
-    Raises:
-        ValueError: unknown `precision`; a `loss_scale` that is no power of two; a `loss_scale` with bf16.
-        RuntimeError: in training, after 40 skipped steps in a row.
-
-    Source: Micikevicius et al. 2017 (arXiv:1710.03740).
+    hold the masters, the fp32 state of the optimizers and the loss scales. Arguments and errors are those of the
+    Trainer's `MasterWeightPrecision`; 40 skipped steps in a row are looked for every 50 steps.
     """
 
     def __init__(
@@ -103,13 +93,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Put fp32 gradients, unscaled, into `p.grad`."""
         assert self.masters is not None
+        options: Any = {"to_fp32": self.masters.gradient_fp32, "is_local": lambda one: not self.averages(one)}
         for parameters in self.optimizer_steps.parameters_by_optimizer(self._modules.parameters()):
-            self._unscaled.unscale(
-                parameters,
-                self._scale,
-                to_fp32=self.masters.gradient_fp32,
-                is_local=lambda parameter: not self.averages(parameter),
-            )
+            self._unscaled.unscale(parameters, self._scale, **options)
         self._unscaled.put_back()
 
     # ---- optimizer step --------------------------------------------------------------------------------------------

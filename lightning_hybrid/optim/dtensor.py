@@ -62,13 +62,13 @@ def check_placements(group: dict[str, Any]) -> None:
     for index, param in enumerate(group["params"]):
         if not is_dtensor(param):
             continue
-        name = f"`{param_name(group, index)}.placements` (={_placements(param)})"
-        if any(placement.is_partial() for placement in _placements(param)):
+        name = f"`{param_name(group, index)}.placements` (={param.placements})"
+        if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
                 f"{name} must be Shard or Replicate: a Partial parameter is a sum that has yet to be made, and no rank "
                 "can take its norm or move it. Make it a parameter after `redistribute(placements=[Replicate()])`."
             )
-        is_sharded = any(not placement.is_replicate() for placement in _placements(param))
+        is_sharded = any(not placement.is_replicate() for placement in param.placements)
         if is_sharded and group.get("direction") == "orthogonal":
             raise ValueError(
                 f'{name} and `direction` (="orthogonal") exclude each other: singular values are of whole matrices, '
@@ -89,7 +89,7 @@ class ShardSums:
         for local, param in params.items():
             if is_dtensor(param):
                 mesh = param.device_mesh
-                sharding = [dim for dim, placement in enumerate(_placements(param)) if not placement.is_replicate()]
+                sharding = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
                 # The type of device too: the mesh of parameters that are offloaded to the host is the accelerator's.
                 self._groups[local] = [(mesh.get_group(dim), mesh.device_type) for dim in sharding]
         self._columns: dict[Any, list[tuple[_Group, Tensor | None]]] = {}
@@ -233,7 +233,3 @@ def _local_grad(param: Any) -> Tensor | None:
         # Of a replicated parameter on sharded activations autograd leaves the sum over ranks to who reads the gradient.
         grad = grad.redistribute(placements=param.placements)
     return None if grad is None else local_shard(grad)
-
-
-def _placements(param: Any) -> tuple[Any, ...]:
-    return tuple(param.placements)

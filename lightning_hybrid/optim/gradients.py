@@ -41,9 +41,10 @@ class GradScaling:
         torch._foreach_mul_(tensors, self.inverse_scale)
         return tensors
 
-    def scratch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return where to compute the next values of `tensors`: clones if the step may be skipped, else themselves."""
-        return tensors if self.found_inf is None else copied(tensors)
+    def scratch(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return where to compute the next `tensors`: copies in another `dtype` or where the step may be skipped."""
+        wide = tensors if dtype is None else as_dtype(tensors, dtype)
+        return copied(tensors) if wide is tensors and self.found_inf is not None else wide
 
     def commit_(self, tensors: list[Tensor], news: list[Tensor]) -> None:
         """Write `news`, rounded, to `tensors`, unless the step is skipped: then every bit stays."""

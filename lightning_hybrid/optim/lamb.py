@@ -265,9 +265,7 @@ def lamb_(
     params: list[Tensor], updates: list[Tensor], *, lr: float | Tensor, ratios: Tensor, scaling: GradScaling = UNSCALED
 ) -> None:
     """Move `params` by -lr * ratio * u, in place; `updates` hold u and are overwritten."""
-    weights = as_dtype(params, updates[0].dtype)
-    if weights is params:
-        weights = scaling.scratch(params)
+    weights = scaling.scratch(params, updates[0].dtype)
     torch._foreach_mul_(updates, ratios.to(updates[0].dtype).unbind())
     add_scaled_(weights, updates, -lr)
     scaling.commit_(params, weights)
@@ -284,9 +282,7 @@ def adamw_(
     scaling: GradScaling = UNSCALED,
 ) -> None:
     """Move `params` as AdamW does, in place; the order of operations is that of `torch.optim.AdamW`."""
-    weights = as_dtype(params, exp_avgs[0].dtype)
-    if weights is params:
-        weights = scaling.scratch(params)
+    weights = scaling.scratch(params, exp_avgs[0].dtype)
     if group["weight_decay"] != 0:
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     denominators = _denominators(exp_avg_sqs, steps, group)

@@ -90,13 +90,8 @@ def orthogonalized_all(
     bits, those of `orthogonalized` on the rank that did the work. Parts are about equal in `num_flops`. A rank receives
     the bytes of the results of all others.
 
-    Args:
-        shapes: Of all tensors.
-        tensor_of: Returns one of them by its index; with `group` it is called for this rank's part only.
-        dtype: Of the tensors, float32 or float64.
-        device: Of the tensors.
-        together: Whether those of equal shapes are multiplied as a batch.
-        group: The ranks that share the work, such as those of a node.
+    `tensor_of` returns a tensor, float32 or float64, by its index; with `group` it is called for this rank's part only.
+    `together`: whether those of equal shapes are multiplied as a batch.
     """
     num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     owners = owners_by_flops(shapes, num_ranks)

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype
-from lightning_hybrid.optim.gradients import (
-    decayed_gradients,
-    dense_gradients,
-    is_together,
-    lr_of,
-    state_dtype,
-)
+from lightning_hybrid.optim.gradients import decayed_gradients, dense_gradients, is_together, lr_of, state_dtype
 from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
 from lightning_hybrid.optim.orthogonal import is_matrix, orthogonalized_all
 from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
@@ -75,8 +69,7 @@ class OrthogonalStep(LayerwiseOptimizer):
             for param, moment in zip(params, moments, strict=True)
         ]
         if group["trust_ratio"]:
-            weight_norms = tensor_norms(params)
-            coefficient = group["trust_coefficient"]
+            weight_norms, coefficient = tensor_norms(params), group["trust_coefficient"]
             ratios = trust_ratio(weight_norms, tensor_norms(steps), trust_coefficient=coefficient)
             sizes: Any = ratios.to(steps[0].dtype).unbind()
             # A ratio of 1, where a norm is zero, is of the momentum, as in the other direction.
@@ -85,9 +78,7 @@ class OrthogonalStep(LayerwiseOptimizer):
         else:
             sizes = [1.0 if step is moment else _muon_size(step) for step, moment in zip(steps, moments, strict=True)]
         steps = list(torch._foreach_mul(steps, sizes))
-        weights = as_dtype(params, moments[0].dtype)
-        if weights is params:
-            weights = scaling.scratch(params)
+        weights = scaling.scratch(params, moments[0].dtype)
         add_scaled_(weights, steps, -lr)
         if news is not None:
             scaling.commit_(self.state_lists(params, "momentum_buffer")[0], news)

@@ -105,19 +105,9 @@ class WarmupPolynomialDecay(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """Compute the learning rate of each group at update `last_epoch`."""
         # In closed form, so that rounding does not add up.
-        return [
-            warmup_polynomial_lr(
-                self.last_epoch,
-                base_lr,
-                total_steps=self.total_steps,
-                warmup_steps=self.warmup_steps,
-                power=self.power,
-                end_lr=self.end_lr,
-                warmup_start_lr=self.warmup_start_lr,
-                decay_from=self.decay_from,
-            )
-            for base_lr in self.base_lrs
-        ]
+        names = ("total_steps", "warmup_steps", "power", "end_lr", "warmup_start_lr", "decay_from")
+        rule = {name: getattr(self, name) for name in names}
+        return [warmup_polynomial_lr(self.last_epoch, base_lr, **rule) for base_lr in self.base_lrs]
 
     _get_closed_form_lr = get_lr  # torch calls this name for `step(epoch)`
 

@@ -143,10 +143,7 @@ def norms_over_ranks(
     `tensor_norms` of the whole tensor a norm differs by this order only: by 1e-15, which float32 arithmetic rounds away
     but about once in a hundred million norms; in float64 by 1e-13; on an accelerator, which sums otherwise, by 1e-6.
 
-    Args:
-        vectors: Of each parameter with a part, some or none.
-        found_inf: 0-dim; above 0 where this rank has found one.
-        add_up_: Adds a float64 tensor over the ranks, in place.
+    `found_inf`: 0-dim, above 0 where this rank has found one; `add_up_` adds a float64 tensor over the ranks, in place.
 
     Returns:
         The norms of each parameter's vectors, float64 and 0-dim, on its device; and 1.0 or 0.0, float32 and 0-dim, on

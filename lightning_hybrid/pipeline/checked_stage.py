@@ -80,12 +80,8 @@ class CheckedStage(PipelineStage):
     With half precision they are summed in fp32 and rounded once, into the last micro-batch's backward. torch knows of
     the tensors for which a gradient comes back, as it takes no others; the rest has messages of its own.
 
-    Args:
-        body: the module, or the module in DistributedDataParallel.
-        setting: see there.
-        given, returned: shape, dtype and layout of its inputs and outputs.
-        input_of: returns the input of a micro-batch, for the first stage.
-        draws: random numbers of a micro-batch in this stage, as a context.
+    `body`: the module, or the module in DistributedDataParallel; `input_of` returns the input of a micro-batch, for the
+    first stage; `draws`: random numbers of a micro-batch in this stage, as a context.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.pipeline.options import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
 from lightning_hybrid.placement import ignored_by_ddp
+from lightning_hybrid.precision.averaging import average_models
 
 
 class CutModel:
@@ -24,12 +24,8 @@ class CutModel:
 
     Collective: every rank of WORLD must make it. Every rank begins with the values of rank zero, as under DDP.
 
-    Args:
-        module: the LightningModule, whose trainer's callbacks may keep averages of it.
-        of: name of its network.
-        places: first block of each stage, and the number of blocks.
-        ranks: place of this rank.
-        device: where tensors are sent from.
+    `module`: the LightningModule, whose trainer's callbacks may keep averages of it; `of`: name of its network;
+    `places`: first block of each stage, and the number of blocks; `device`: where tensors are sent from.
     """
 
     def __init__(
@@ -59,20 +55,16 @@ class CutModel:
 
     def _averages(self) -> list[tuple[nn.Module, list[nn.Module]]]:
         # Averages of the weights that callbacks keep are cut as the module is. Each with its blocks.
-        kinds = lightning_types("pytorch.callbacks.WeightAveraging")
-        callbacks = self._module.trainer.callbacks
-        models = [getattr(one, "_average_model", None) for one in callbacks if isinstance(one, kinds)]
-        return [(model.module, blocks_of(model.module, self._of)) for model in models if model is not None]
+        models = average_models(self._module.trainer.callbacks)
+        return [(model.module, blocks_of(model.module, self._of)) for model in models]
 
     def stage(self, number: int) -> list[nn.Module]:
         """Return the blocks of a stage."""
         return self.blocks[self.places[number] : self.places[number + 1]]
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Take the tensors of other ranks out of the module, so that it can be moved."""
-        with self._others[0].hidden():
-            yield
+        return self._others[0].hidden()
 
     @property
     def bytes_elsewhere(self) -> int:
@@ -109,13 +101,11 @@ class CutModel:
                 share_(_tensors([block]), owner=owner, device=self._device)
         self.guard.remove()
 
-    @contextmanager
-    def ignored_by_ddp(self) -> Iterator[None]:
+    def ignored_by_ddp(self) -> AbstractContextManager[None]:
         """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
         module, own = self._module, set(map(id, _tensors(self.blocks)))
         names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
-        with ignored_by_ddp(module, names):
-            yield
+        return ignored_by_ddp(module, names)
 
 
 _NOTES = {

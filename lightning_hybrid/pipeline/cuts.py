@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.checks import require_whole
+from lightning_hybrid.pipeline.shapes import as_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class BlockProfile:
         """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
         seconds, kept = list[float](), list[float]()
         for index, block in enumerate(map(copy.deepcopy, blocks)):
-            values = example if isinstance(example, tuple) else (example,)
+            values = as_arguments(example)
             times_s, saved = [], dict[int, int]()
 
             def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
@@ -55,9 +56,7 @@ class BlockProfile:
                 begin_s = _clock_s(given[0])
                 with saved_tensors_hooks(note, lambda tensor: tensor):
                     example = block(*given)
-                outputs = [
-                    each for each in (example if isinstance(example, tuple) else (example,)) if each.requires_grad
-                ]
+                outputs = [each for each in as_arguments(example) if each.requires_grad]
                 torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
                 times_s.append(_clock_s(given[0]) - begin_s)
             own = {each.untyped_storage().data_ptr() for each in block.parameters()}

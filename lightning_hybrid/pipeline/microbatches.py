@@ -23,20 +23,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
+
 
 class _InputFound(Exception):  # noqa: N818  not an error: it ends `training_step` at the call of the network
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
-
-
-@contextmanager
-def forward_replaced(net: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `net(...)` call `forward(...)`; attributes, hooks and children stay."""
-    net.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del net.__dict__["forward"]
 
 
 def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
@@ -55,7 +47,7 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
         raise _InputFound(only_tensors(args, kwargs))
 
     try:
-        with forward_replaced(net, forward):
+        with temporary_attributes(net, forward=forward):
             run()
     except _InputFound as found:
         return found.tensors
@@ -284,12 +276,8 @@ class Muting:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Mute `log`, `log_dict` and the metrics inside; refuse `all_gather`, which only one stage would call."""
-        with ExitStack() as stack:
-            for name in ("log", "log_dict"):
-                self._module.__dict__[name] = _nothing
-                stack.callback(self._module.__dict__.pop, name)
-            self._module.__dict__["all_gather"] = _refuse_gather
-            stack.callback(self._module.__dict__.pop, "all_gather")
+        muted = temporary_attributes(self._module, log=_nothing, log_dict=_nothing, all_gather=_refuse_gather)
+        with muted, ExitStack() as stack:
             for parent, name, metric, scratch in self._copies:
                 parent._modules[name] = scratch
                 stack.callback(parent._modules.__setitem__, name, metric)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,11 +71,6 @@ class PipelineRanks:
     def is_first(self) -> bool:
         """Whether this rank holds the first stage."""
         return self.position == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
-        return self.position == self.num_ranks - 1
 
 
 class PipelineGroups:
@@ -188,29 +183,27 @@ class OtherStages:
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Take them out of their modules: a module with tensors on the meta device cannot be moved."""
-        now = self._now()
-        for table, name, _ in now:
-            table[name] = None
-        try:
-            yield
-        finally:
-            for table, name, meta in now:
-                table[name] = meta
+        return self._replaced(lambda meta: None)
 
     @contextmanager
     def filled(self, values: Mapping[int, Tensor], device: torch.device) -> Iterator[None]:
         """Hold values inside: by id of the tensor that is in a module now."""
-        before, made = self._now(), dict[int, Tensor]()
-        for _, _, meta in before:
+        made: dict[int, Tensor] = {}
+        for meta in self.tensors:
             if id(meta) in values:
                 value = values[id(meta)].to(device)
                 made[id(meta)] = nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
+        with self._replaced(lambda meta: made.get(id(meta), meta)):
+            yield
+
+    @contextmanager
+    def _replaced(self, instead_of: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+        before = self._now()
         try:
             for table, name, meta in before:
-                table[name] = made.get(id(meta), meta)
+                table[name] = instead_of(meta)
             yield
         finally:
             for table, name, meta in before:

@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline.cut_model import CutModel, add_cause, example_hid
 from lightning_hybrid.pipeline.cuts import Cuts
 from lightning_hybrid.pipeline.data_ranks import DataRanksMixin
 from lightning_hybrid.pipeline.local_stages import Stages
-from lightning_hybrid.pipeline.microbatches import forward_replaced, single_metrics
+from lightning_hybrid.pipeline.microbatches import single_metrics
 from lightning_hybrid.pipeline.options import (
     Schedule,
     blocks_of,
@@ -37,6 +37,7 @@ from lightning_hybrid.pipeline.training_step import NUM_COMPARED, TrainingStep
 from lightning_hybrid.pipeline.user_clipping import clip_as_user
 from lightning_hybrid.pipeline.whole_state import gather_checkpoint, without_others
 from lightning_hybrid.placement import ignored_by_ddp
+from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 from lightning_hybrid.strategy.comm_setup import trained_parameters
 from lightning_hybrid.strategy.failures import refuse_after_failure
 from lightning_hybrid.strategy.registration import PIPELINE_NAME
@@ -149,11 +150,10 @@ class HybridPipeline(DataRanksMixin):
                 self._extensions.begin(self._comm, self._stages)
             clip = vars(self.precision_plugin).get("clip_grad_by_norm", clip_by_norm_over_ranks)  # of slices
             stages_of_norm = {"stage_group": self._groups.pipe, "counted_elsewhere": tied.counted_elsewhere}
-            clip_over_stages = partial(clip, device=self.root_device, **stages_of_norm)
-            vars(self.precision_plugin)["clip_grad_by_norm"] = clip_over_stages
+            vars(self.precision_plugin)["clip_grad_by_norm"] = partial(clip, device=self.root_device, **stages_of_norm)
             if is_overridden(name := "configure_gradient_clipping", module, "pytorch.LightningModule"):
-                module.__dict__[name] = partial(clip_as_user, module, getattr(module, name))
-                self._until_teardown.callback(module.__dict__.pop, name)
+                clipped = {name: partial(clip_as_user, module, getattr(module, name))}
+                self._until_teardown.enter_context(temporary_attributes(module, **clipped))
         self._until_teardown.enter_context(example_hidden(module))
         rank_zero_info(
             f"pipeline: {ranks.num_stages} stages on {ranks.num_ranks} of {ranks.world_size} ranks each; "
@@ -211,12 +211,9 @@ class HybridPipeline(DataRanksMixin):
         trainer = self._here.module.trainer
         refuse_in_pipeline(trainer, self._here.module, self.precision_plugin)
         (batch, *rest), parameters = (*args, *kwargs.values()), self._training.parameters
-        if self._half is not None:
-            scale = self._half.begin_microbatches(parameters)
-        else:
-            scale = None
-            for parameter in parameters:
-                parameter.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        scale = None if self._half is None else self._half.begin_microbatches()
         place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
         with self.precision_plugin.train_step_context():
             output = self._training.run(batch, tuple(rest), scale=scale, place=place)
@@ -267,7 +264,7 @@ class HybridPipeline(DataRanksMixin):
         # Every rank logs of its own batch. Without a number, which a step need not take, all are compared.
         if batch_idx < NUM_COMPARED:
             self._here.agree_on_batch(batch)
-        with forward_replaced(self._here.net, self._here.evaluate):
+        with temporary_attributes(self._here.net, forward=self._here.evaluate):
             yield
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

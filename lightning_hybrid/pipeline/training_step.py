@@ -19,7 +19,6 @@ from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stag
 from lightning_hybrid.pipeline.microbatches import (
     Muting,
     digest_of,
-    forward_replaced,
     input_of_net,
     loss_in,
     microbatches,
@@ -30,23 +29,18 @@ from lightning_hybrid.pipeline.microbatches import (
 from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
 from lightning_hybrid.pipeline.shapes import Boundary
 from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 
 # Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
 NUM_COMPARED = 4
 
 
 class TrainingStep:
-    """The micro-batches of a step, through all stages.
+    """The micro-batches of a step, through all stages. Collective: every rank of WORLD must make it.
 
-    Args:
-        stages: of this rank.
-        schedule: `"gpipe"`, `"1f1b"` or `"interleaved"`.
-        masters: of a half-precision module, or None.
-        seed: for random numbers outside the network, the same on every rank of a pipeline.
-        cut: the network, for its loss in one piece.
+    `seed` is of random numbers outside the network, the same on every rank of a pipeline; `cut` has the network, for
+    its loss in one piece.
     """
-
-    # Collective: every rank of WORLD must make it.
 
     def __init__(
         self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int, cut: CutModel
@@ -159,7 +153,7 @@ class TrainingStep:
 
         # Of the place in the run as well: ranks that drew otherwise would log otherwise, and part at a schedule.
         before = self._buffers_outside()
-        with self.draws(None) as has_drawn, forward_replaced(self._stages.net, forward):
+        with self.draws(None) as has_drawn, temporary_attributes(self._stages.net, forward=forward):
             yield
             after, none = self._buffers_outside(), (None, 0)
             if names := [
@@ -187,11 +181,8 @@ class TrainingStep:
         return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
     def _new_schedule(self, boundaries: Sequence[tuple[Boundary, ...]]) -> Callable[[], Tensor | None]:
-        from lightning_hybrid.pipeline.checked_stage import (  # here: it takes a second
-            CheckedStage,
-            StageSetting,
-            schedule_of,
-        )
+        # Here: it takes a second.
+        from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageSetting, schedule_of
 
         mine, made = self._stages, []
         for index in mine.ranks.stages:
@@ -205,12 +196,9 @@ class TrainingStep:
                 note=mine.watchdog.note,
                 note_last=partial(setattr, mine, "require_backward_grad_sync"),
             )
-            given, returned = boundaries[index], boundaries[index + 1]
-            body = mine.wrapped[index]
+            ends = {"given": boundaries[index], "returned": boundaries[index + 1]}
             draws = partial(self.draws, stage=index)
-            made.append(
-                CheckedStage(body, setting, given=given, returned=returned, input_of=self._input_of, draws=draws)
-            )
+            made.append(CheckedStage(mine.wrapped[index], setting, input_of=self._input_of, draws=draws, **ends))
         return schedule_of(self._schedule, made, num_microbatches=mine.num_microbatches, loss_of=self._loss_of)
 
     def draws(self, number: int | None, *, stage: int | None = None) -> AbstractContextManager[Callable[[], bool]]:
@@ -251,5 +239,5 @@ class TrainingStep:
                 )
             return output
 
-        with self.draws(number), self._muting.muted(), forward_replaced(self._stages.net, forward):
+        with self.draws(number), self._muting.muted(), temporary_attributes(self._stages.net, forward=forward):
             return loss_in(module.training_step(part, *self._rest))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.precision.optimizer_protocol import parameters_of
+from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
 
 
 def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -24,11 +24,8 @@ def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *
         clip(*args, **kwargs)
         known = _versions(optimizer) if is_known else known
 
-    module.__dict__["clip_gradients"] = clip_by_lightning
-    try:
+    with temporary_attributes(module, clip_gradients=clip_by_lightning):
         hook(optimizer, *args, **kwargs)
-    finally:
-        del module.__dict__["clip_gradients"]
     if known != _versions(optimizer):
         raise RuntimeError(
             "`configure_gradient_clipping` changed gradients by other means than `self.clip_gradients`: a rank has "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.placement import with_entries
@@ -144,8 +144,4 @@ def _is_elsewhere(value: Any) -> bool:
 
 def _on_host(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     keys = {*_module_states(checkpoint), "optimizer_states"} & set(checkpoint)
-    return {key: tree_map(_moved_to_host, checkpoint[key]) for key in keys}
-
-
-def _moved_to_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
+    return {key: tree_map_only(Tensor, lambda one: one if one.is_meta else one.cpu(), checkpoint[key]) for key in keys}

@@ -45,9 +45,7 @@ class AverageOfMasters(AveragedModel):
 
 def average_masters(callbacks: Iterable[object]) -> None:
     """Let Lightning's averaging callbacks average masters: exactly torch's class is replaced, a user's own is left."""
-    kinds = lightning_types("pytorch.callbacks.WeightAveraging")
-    for callback in callbacks:
-        average = getattr(callback, "_average_model", None) if isinstance(callback, kinds) else None
+    for average in average_models(callbacks):
         if type(average) is AveragedModel:  # a subclass may average in its own way
             average.__class__ = AverageOfMasters
 
@@ -97,9 +95,14 @@ def _parts_of(average: AveragedModel, masters: MasterWeights, model: nn.Module) 
     return _View(average.module, shown, **settings)
 
 
-def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:
-    """Return the copies of a module that callbacks such as EMA keep."""
-    names = ("pytorch.callbacks.WeightAveraging", "pytorch.callbacks.StochasticWeightAveraging")
-    kinds = tuple(kind for name in names for kind in lightning_types(name))
+def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
+    """Return what Lightning's averaging callbacks average in, and callbacks of more classes by `names`, once made."""
+    kinds = tuple(kind for name in ("WeightAveraging", *names) for kind in lightning_types(f"pytorch.callbacks.{name}"))
     found = (getattr(one, "_average_model", None) for one in callbacks if isinstance(one, kinds))
-    return [one.module if isinstance(one, AveragedModel) else one for one in found if one is not None]
+    return [one for one in found if one is not None]
+
+
+def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
+    """Return the copies of a module that callbacks such as EMA keep."""
+    found = average_models(callbacks, "StochasticWeightAveraging")
+    return [one.module if isinstance(one, AveragedModel) else one for one in found]

@@ -167,9 +167,8 @@ class DynamicLossScale(LossScale):
     def to(self, device: torch.device) -> None:
         """Move the state to `device`."""
         super().to(device)
-        self.num_clean_steps = self.num_clean_steps.to(device)
-        self.hysteresis_left = self.hysteresis_left.to(device)
-        self._is_starting, self._has_fallen = self._is_starting.to(device), self._has_fallen.to(device)
+        for name in ("num_clean_steps", "hysteresis_left", "_is_starting", "_has_fallen"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def update(self, found_inf: Tensor, largest: Tensor | None = None) -> None:
         """Follow the outcome of one step, on the device."""

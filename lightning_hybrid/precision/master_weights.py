@@ -93,7 +93,8 @@ class MasterPair:
         that. Untouched elements stay as they are, in all fp32 bits.
         """
         # A state dict writes the master alone: then the low tensor, which was not written, follows.
-        if self._master_version not in (None, self.master._version) and not _was_written(self.low):
+        low_was_written = getattr(self.low, "clean_version", None) != self.low._version
+        if self._master_version not in (None, self.master._version) and not low_was_written:
             with torch.no_grad():
                 self.part_of(self.low).copy_(self.master)
             self.mark_clean()
@@ -146,9 +147,8 @@ def _sum_block_(block: Sequence[MasterPair]) -> None:
     gradients = [pair.low.grad for pair in block if pair.low.grad is not None]
     gradients_fp32 = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
     torch._foreach_copy_(gradients_fp32, gradients)
-    known = [
-        (pair._sum, gradient) for pair, gradient in zip(block, gradients_fp32, strict=True) if pair._sum is not None
-    ]
+    pairs = zip(block, gradients_fp32, strict=True)
+    known = [(pair._sum, gradient) for pair, gradient in pairs if pair._sum is not None]
     if known:
         torch._foreach_add_([total for total, _ in known], [gradient for _, gradient in known])
     for pair, gradient in zip(block, gradients_fp32, strict=True):
@@ -267,8 +267,7 @@ class MasterWeights:
         # DDP gives every rank rank zero's weights when it wraps a module, in half precision here: where ranks began
         # with other weights, as without a common seed, the masters' lower digits would differ, and the ranks part.
         pairs = [self.pair_of(parameter) for name, parameter in module.named_parameters() if name not in ignored]
-        masters = [pair.master.detach() for pair in pairs if pair is not None]
-        broadcast_first_(masters)
+        broadcast_first_([pair.master.detach() for pair in pairs if pair is not None])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -310,10 +309,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.numel() % 4 or one.storage_offset() % 4 or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one.view(torch.int16), other.view(torch.int16))
     return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
-
-
-def _was_written(low: Tensor) -> bool:
-    return getattr(low, "clean_version", None) != low._version
 
 
 def is_reparametrised(module: nn.Module) -> bool:

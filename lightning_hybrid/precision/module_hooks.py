@@ -117,7 +117,6 @@ class ModuleHooks:
 
 class _Hook(partial[Any]):
     # A copy or pickle does nothing: hooks of a copied module must not reach the masters of the original.
-
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(_do_nothing)
 

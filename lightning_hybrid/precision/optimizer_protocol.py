@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether `step` takes scaled half gradients, skips by itself and writes the half-precision copies."""
-    return (
-        hasattr(optimizer, "copies")
-        and hasattr(optimizer, "last_found_inf")
-        and supports_device_skip(optimizer, device)
-    )
+    takes_both = hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf")
+    return takes_both and supports_device_skip(optimizer, device)
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
@@ -61,19 +58,16 @@ def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
     trainer: Any = model.trainer
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     of_steps = (hook for name in names for hook in getattr(optimizer, name, {}).values())
+    if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", model, "pytorch.LightningModule"):
+        return True
+    if any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in of_steps):
+        return True
+    observers = [
+        (model, "pytorch.LightningModule"),
+        *((one, "pytorch.callbacks.Callback") for one in trainer.callbacks),
+    ]
     hooks = ("on_before_optimizer_step", "on_before_zero_grad")
-    return (
-        bool(trainer.gradient_clip_val)
-        or any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in of_steps)
-        or any(
-            is_overridden(hook, model, "pytorch.LightningModule") for hook in (*hooks, "configure_gradient_clipping")
-        )
-        or any(
-            is_overridden(hook, callback, "pytorch.callbacks.Callback")
-            for callback in trainer.callbacks
-            for hook in hooks
-        )
-    )
+    return any(is_overridden(hook, observer, kind) for observer, kind in observers for hook in hooks)
 
 
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
@@ -134,16 +128,16 @@ class DirectSteps:
 
 
 @contextmanager
-def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
-    """Lend the optimizer attributes for the time of a step or a fit, as `torch.amp.GradScaler` does."""
-    before = {name: value for name, value in vars(optimizer).items() if name in attributes}
-    vars(optimizer).update(attributes)
+def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Lend an optimizer or a module attributes for a while, as `torch.amp.GradScaler` does for a step."""
+    before = {name: value for name, value in vars(owner).items() if name in attributes}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            delattr(optimizer, name)
-        vars(optimizer).update(before)
+            delattr(owner, name)
+        vars(owner).update(before)
 
 
 def check_optimizer(optimizer: Optimizer, precision: str) -> None:

@@ -28,12 +28,7 @@ from lightning_hybrid.precision.optimizer_protocol import (
     supports_fused_master_step,
 )
 from lightning_hybrid.precision.schedule_guard import ScheduleGuard
-from lightning_hybrid.precision.skipped_steps import (
-    OptimizerStepState,
-    OptimizerStepStates,
-    SkipFlag,
-    raise_if_stuck,
-)
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, OptimizerStepStates, SkipFlag, raise_if_stuck
 from lightning_hybrid.precision.unscaled_grads import MicrobatchMixin, UnscaledGradients
 
 if TYPE_CHECKING:

@@ -179,10 +179,8 @@ class MicrobatchMixin(_Base):
         self._agree_on_overflow = () if agree is None else (*self._agree_on_overflow, agree)
         self._has_stages = agree is not None and (self._has_stages or not is_of_slices)
 
-    def begin_microbatches(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        """Make `p.grad` ready for the backward passes of a step; return the loss scale, None where there is none."""
-        for parameter in parameters:
-            parameter.grad = None
+    def begin_microbatches(self) -> Tensor | None:
+        """Begin the backward passes of a step, without gradients; return the loss scale, None where there is none."""
         scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
         self._unscaled.prepare_for_backward(scale)
         return scale

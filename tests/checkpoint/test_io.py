@@ -135,8 +135,7 @@ def gate(monkeypatch):
 
 def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
     io, state = DurableCheckpointIO(in_background=True), checkpoint(1)
-    tied = {"one": state["state_dict"]["w"], "other": state["state_dict"]["w"]}
-    io.save_checkpoint({**state, "tied": tied}, tmp_path / "last.ckpt")
+    io.save_checkpoint(state, tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").exists()
     state["state_dict"]["w"].zero_()
     state["state_dict"]["new"] = 1
@@ -144,7 +143,6 @@ def test_what_is_written_is_the_moment_of_saving(tmp_path, gate):
     found = io.load_checkpoint(tmp_path / "last.ckpt")  # waits for it
     assert found["state_dict"].keys() == {"w"}
     assert torch.equal(found["state_dict"]["w"], torch.ones(3000))
-    assert found["tied"]["one"].data_ptr() == found["tied"]["other"].data_ptr()
     io.teardown()
 
 

@@ -57,7 +57,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(Whole):
     """DTensors on a mesh; the placements of a dimension that a tensor does not have are left out."""
 
     mesh: object
@@ -67,9 +67,6 @@ class Shards:
         num = tensor.dim()
         placements = [Replicate() if isinstance(one, Shard) and one.dim >= num else one for one in self.placements]
         return distribute_tensor(tensor, self.mesh, placements)
-
-    def lend(self, optimizer, params, wholes):
-        pass
 
 
 def mesh_of(*shape, names=None):
@@ -102,6 +99,7 @@ def distance(params, others):
     for param, other in zip(params, others, strict=True):
         whole = [one.detach().full_tensor() if isinstance(one, DTensor) else one.detach() for one in (param, other)]
         one, other = (tensor.cpu().double() for tensor in whole)
+        assert one.isfinite().all()
         if one.numel() and not torch.equal(one, other):
             largest = max(largest, ((one - other).norm() / other.norm()).item())
     return largest
@@ -114,21 +112,9 @@ class Beside:
     of whole tensors on the same path, while the loop gets them unscaled.
     """
 
-    def __init__(
-        self,
-        place,
-        path,
-        rule=LARS,
-        *,
-        shapes=SHAPES,
-        whole_path=LOOP,
-        half=None,
-        dtype=torch.float32,
-        device="cpu",
-        **more,
-    ):
+    def __init__(self, place, path, rule=LARS, *, shapes=SHAPES, whole_path=LOOP, half=None, device="cpu", **more):
         self.place, self.half, self.scale, self.device = place, half, 64.0 if half else 1.0, device
-        self.wholes = parameters(*shapes, dtype=dtype)
+        self.wholes = parameters(*shapes, dtype=more.pop("dtype", torch.float32))
         self.own = [nn.Parameter(place.cut(one.detach().clone()).to(device)) for one in self.wholes]
         options = {"lr": LR[rule.__name__], "weight_decay": 0.01, **more}
         self.reference = rule(groups_of(self.wholes), **options, **whole_path)

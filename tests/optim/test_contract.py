@@ -237,7 +237,8 @@ BOUND = {
 }
 every_maker = pytest.mark.parametrize(("kind", "path"), BOUND)
 both_rules = pytest.mark.parametrize("rule", RULE)
-MORE = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}, {"momentum": 0.0, "maximize": True}]
+MORE = [{}, {"nesterov": True}, {"trust_clip": 1.0, "lr": 0.01}]
+MORE += [{"momentum": 0.0, "maximize": True, "excluded_lr_mult": 0.01}]
 OPTIONS = {
     "LARS": [
         {"momentum_form": form, "denominator": one, **more}
@@ -247,17 +248,17 @@ OPTIONS = {
         {},
         {"max_grad_norm": 0.5, "maximize": True},
         {"bias_correction": False, "trust_clip": 0.05},
-        {"weight_norm_bounds": (3.0, 4.0)},
+        {"weight_norm_bounds": (3.0, 4.0), "excluded_lr_mult": 0.25},
         {"bias_correction": False, "max_grad_norm": 0.5, "eps": 0.0},
     ],
 }
 SOME = {rule: options[:: 5 if rule == "LARS" else 2] for rule, options in OPTIONS.items()}  # every value of each
 
 
-def held(request, kind, promise, *args, num_ranks=2):
+def held(request, kind, promise, *args):
     if kind == "whole":
         return [promise(kind, *args)]
-    return request.getfixturevalue("rank_pool").ranks(num_ranks).run(promise, kind, *args)
+    return request.getfixturevalue("two_ranks").run(promise, kind, *args)
 
 
 # Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
@@ -397,12 +398,3 @@ def backward_after_a_step(kind, path, rule):
 def test_autograd_sees_that_the_step_wrote(request, kind, path, rule):
     for message in held(request, kind, backward_after_a_step, path, rule):
         assert "modified by an inplace operation" in message
-
-
-@both_rules
-@pytest.mark.parametrize("kind", ["parts", "shards"])
-def test_over_more_ranks_it_is_the_step_of_whole_tensors_as_well(request, kind, rule):
-    path = "fused" if kind == "parts" else "lists"
-    kinds = [{"half": torch.float16, **more} for more in SOME[rule]]
-    for found in held(request, kind, distances, path, rule, kinds, num_ranks=3):
-        assert max(found) == 0.0

@@ -12,15 +12,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lightning_hybrid.optim import LAMB, LARS, param_groups
-from tests.optim.makers import FUSED, LR, Beside, Shards, distance, mesh_of, normals, set_grads
+from tests.optim.makers import FUSED, LR, Beside, Shards, Whole, distance, mesh_of, normals, set_grads
+from tests.optim.test_contract import SHARDED
 from tests.toy import error_of
-
-# Rows that ranks share evenly, unevenly, and of which only one rank has any; a chunk of the fused passes and a rest.
-SHAPES = [(8, 5), (5, 7), (1, 6), (3,), (4, 5000), (2, 3, 2, 2)]
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Whole):
     """Each tensor has one of the placements, by its shape; None leaves it plain."""
 
     mesh: object
@@ -30,13 +28,10 @@ class Mixed:
         own = self.placements[sum(tensor.shape) % len(self.placements)]
         return tensor if own is None else Shards(self.mesh, own).cut(tensor)
 
-    def lend(self, optimizer, params, wholes):
-        pass
 
-
-def distance_on_rank(mesh_shape, placements, rule, options, path, shapes=SHAPES):
-    place = Mixed(mesh_of(*mesh_shape), placements)
-    return Beside(place, path, rule, shapes=shapes, whole_path=path, **options).steps(3).distance()
+def distance_on_rank(placements, rule, options, path):
+    place = Mixed(mesh_of(2, 2), placements)
+    return Beside(place, path, rule, shapes=SHARDED, whole_path=path, **options).steps(3).distance()
 
 
 # The sums of squares of small tensors are float64: in another order they give the same float32 ratio, and so the same
@@ -49,7 +44,7 @@ def test_two_dimensions_of_a_mesh_are_added_up_where_they_shard(rule, path, four
     placements = [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()]]
     # In a quotient of two norms a factor of both would not be seen.
     options = {LARS: {"eps": 0.5}, LAMB: {"max_grad_norm": 0.5}}[rule]
-    for found in four_ranks.run(distance_on_rank, (2, 2), placements, rule, options, path):
+    for found in four_ranks.run(distance_on_rank, placements, rule, options, path):
         assert found <= (2e-6 if path == FUSED else 0)
 
 

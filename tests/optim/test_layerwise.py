@@ -23,7 +23,6 @@ RULES = {
     "lamb-early": lambda params, **more: LAMB(params, lr=0.1, weight_decay=0.01, bias_correction=False, **more),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-HALF = [torch.float16, torch.bfloat16]
 
 
 @every_rule
@@ -41,7 +40,7 @@ def test_parameters_of_mixed_dtypes_step_as_each_alone(rule, foreach):
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_float32_but_for_one_rounding_at_the_end(rule, dtype):
     """Beside it runs a float32 parameter that is rounded to `dtype` after each step: same bits."""
     halves = parameters((40, 30), (7,), (600_011,), dtype=dtype)
@@ -60,18 +59,6 @@ def test_half_precision_is_float32_but_for_one_rounding_at_the_end(rule, dtype):
         if half.numel() < 2**15:  # above, the norm of half precision is summed in other units
             assert_same_bits([half], [single.to(dtype)])
             assert same(optimizers[0].state[half], optimizers[1].state[single])
-
-
-@every_rule
-def test_a_float16_layer_does_not_freeze_when_its_gradient_norm_passes_65504(rule):
-    weight = nn.Parameter(torch.full((100, 100), 2.0, dtype=torch.float16))
-    weight.grad = torch.full((100, 100), 6e4, dtype=torch.float16)
-    before = weight.detach().clone()
-    optimizer = rule([weight])
-    for _ in range(3):
-        optimizer.step()
-    assert weight.isfinite().all()
-    assert (weight < before).all()
 
 
 def test_a_checkpoint_from_before_an_option_existed_gets_its_default():
@@ -178,32 +165,11 @@ def test_norms_of_any_size_and_dtype_are_right(num, dtype, seed):
     assert result.item() == pytest.approx(exact_norm(tensor), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.view(64, 32, 5, 5).to(memory_format=torch.channels_last),
-        lambda x: x.view(640, 80).T,
-        lambda x: x[::2],
-        lambda x: x[:1].expand(40_000),
-    ],
-    ids=["channels_last", "transposed", "strided", "expanded"],
-)
-def test_norm_does_not_depend_on_the_layout(view):
-    tensor = view(torch.randn(51_200, generator=torch.Generator().manual_seed(1)))
-    assert tensor_norms([tensor]).item() == pytest.approx(exact_norm(tensor.flatten()), rel=1e-6)
-
-
-def test_one_parameter_group_may_use_another_rule():
-    mixed, alone = parameters((4,), (5,)), parameters((4,), (5,))
-    groups = [{"params": mixed[:1]}, {"params": mixed[1:], "momentum_form": "ratio_outside", "denominator": "joint"}]
-    run(LARS(groups, lr=1.0, weight_decay=0.1), mixed, 3)
-    first = LARS(alone[:1], lr=1.0, weight_decay=0.1)
-    second = LARS(alone[1:], lr=1.0, weight_decay=0.1, momentum_form="ratio_outside", denominator="joint")
-    for step in range(3):
-        set_grads(alone, step + 1)
-        first.step()
-        second.step()
-    assert_same_bits(mixed, alone)
+def test_norm_does_not_depend_on_the_layout():
+    x = torch.randn(51_200, generator=torch.Generator().manual_seed(1))
+    channels_last = x.view(64, 32, 5, 5).to(memory_format=torch.channels_last)
+    for tensor in (channels_last, x.view(640, 80).T, x[::2], x[:1].expand(40_000)):
+        assert tensor_norms([tensor]).item() == pytest.approx(exact_norm(tensor.flatten()), rel=1e-6)
 
 
 @pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)

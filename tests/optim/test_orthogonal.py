@@ -10,12 +10,11 @@ from torch import nn
 from lightning_hybrid.optim import LARS, param_groups
 from lightning_hybrid.optim.orthogonal import orthogonalized, orthogonalized_all, owners_by_flops
 from tests import toy
-from tests.optim.makers import assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import LISTS, LOOP, assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
 from tests.scenes import at, fit, same
 
 SHAPES = [(6, 5), (8, 3, 3, 3), (4, 40), (7,), (), (1, 9), (0, 3)]
-PATHS = {"loop": {"foreach": False}, "lists": {"foreach": True}, "default": {}}
-every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+every_path = pytest.mark.parametrize("path", [LOOP, LISTS, {}], ids=str)
 
 
 def iterate(matrix):
@@ -43,13 +42,6 @@ def reference(start, gradients, lrs, *, momentum, weight_decay, nesterov, coeffi
         else:
             w = w - lr * coefficient * w.norm() * o / o.norm()
     return w
-
-
-def distance(layers, ends):
-    return max(
-        ((one.detach().double() - end).norm() / end.norm().clamp(min=1e-300)).item()
-        for one, end in zip(layers, ends, strict=True)
-    )
 
 
 @every_path

@@ -9,19 +9,14 @@ import torch
 from torch import nn
 
 from lightning_hybrid.optim import LAMB, LARS, WarmupPolynomialDecay
-from tests.optim.makers import PATHS, assert_same_bits, copies_of, normals, parameters, run, set_grads
+from tests.optim.makers import PATHS, assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
 from tests.reference.families import FAMILIES
 from tests.reference.families import lamb as lamb_in_float64
 
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 lists_or_loop = pytest.mark.parametrize("path", [PATHS["loop"], PATHS["lists"]], ids=["loop", "lists"])
-# Small; in one piece, with a rest; of no dimension; the last is excluded.
-SHAPES = [(7,), (20, 410), (), (5, 3)]
-
-
+SHAPES = [(7,), (20, 410), ()]  # small; in one piece, with a rest; of no dimension
 COMMON = {"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
-# An excluded group: SGD's rule (Barlow Twins': no ratio, no decay, plain momentum) at a multiplied rate.
-EXCLUDED = {"trust_ratio": False, "weight_decay": 0.0, "excluded_lr_mult": 0.01}
 
 
 def distance_from(family, *, maximize=False, **path):
@@ -30,8 +25,7 @@ def distance_from(family, *, maximize=False, **path):
     peak = 0.02 if "trust_clip" in named else 6.0  # a ceiling, near enough to the ratio that both sides of it occur
     layers = [nn.Parameter(normals(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     starts = [layer.detach().clone() for layer in layers]
-    groups = [{"params": layers[:-1]}, {"params": layers[-1:], **EXCLUDED}]
-    optimizer = LARS(groups, lr=peak, maximize=maximize, **COMMON, **named, **path)
+    optimizer = LARS(layers, lr=peak, maximize=maximize, **COMMON, **named, **path)
     schedule = WarmupPolynomialDecay(optimizer, total_steps=50, warmup_steps=10, warmup_start_lr=0.1 * peak)
     gradients, lrs = [[] for _ in layers], []
     for step in range(50):
@@ -46,16 +40,7 @@ def distance_from(family, *, maximize=False, **path):
     options = {name: value for name, value in options.items() if name in takes}
     if "trust_clip" in named:
         options["clip"] = True
-    ends = [rule(start, history, lrs, **options) for start, history in zip(starts[:-1], gradients, strict=False)]
-    momentum, (excluded, rates) = torch.zeros_like(starts[-1]), (starts[-1], [0.01 * lr for lr in lrs])
-    inside = named["momentum_form"] == "lr_inside"
-    for g, lr in zip(gradients[-1], rates, strict=True):
-        d = lr * g if inside else g
-        momentum = COMMON["momentum"] * momentum + d
-        step = COMMON["momentum"] * momentum + d if named.get("nesterov") else momentum
-        excluded = excluded - (step if inside else lr * step)
-    pairs = zip(layers, [*ends, excluded], strict=True)
-    return max(((one.detach() - end).norm() / end.norm()).item() for one, end in pairs)
+    return distance(layers, list(map(partial(rule, lrs=lrs, **options), starts, gradients)))
 
 
 @pytest.mark.sampled(2)

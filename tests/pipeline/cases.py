@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Comm, HybridPipelineStrategy
@@ -26,6 +28,42 @@ def accumulated(*, data: Dataset | None = None, batch_size: int = 8, num: int = 
 
 def loader_of(data: Dataset, batch_size: int) -> DataLoader:
     return DataLoader(data, batch_size=batch_size, shuffle=False)
+
+
+class Photos(Dataset):
+    """Images of ten classes, each a pure function of its index."""
+
+    def __init__(self, *size: int, num: int = 8) -> None:
+        self.size, self.num = size, num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(3, *self.size, generator=torch.Generator().manual_seed(index)), index % 10
+
+
+class InBlocks(nn.Module):
+    """A network whose blocks take and give several tensors."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, *x: Any) -> Any:
+        for block in self.blocks:
+            x = block(*x)
+        return x
+
+
+class Validated(toy.Toy):
+    """Logs its loss in validation, of all ranks."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 def joined(piped: list[Seen]) -> dict[int, Any]:

@@ -31,14 +31,11 @@ def step_over(
     watchdog = PipelineWatchdog(timeout=TIMEOUT, device=torch.device("cpu"))
     given = replace(given, has_gradient=True)
     x = given.empty("cpu").fill_(1.0)
-    stages = []
-    for index, block in blocks.items():
-        setting = StageSetting(
-            index=index, num_stages=num_stages, device=torch.device("cpu"), group=group, pairs=(), note=watchdog.note
-        )
-        stages.append(
-            CheckedStage(StageBody([block]), setting, given=[given], returned=[given], input_of=lambda _: (x,))
-        )
+    place: dict[str, Any] = {"num_stages": num_stages, "device": torch.device("cpu"), "group": group}
+    settings = [StageSetting(index=index, pairs=(), note=watchdog.note, **place) for index in blocks]
+    ends: dict[str, Any] = {"given": [given], "returned": [given], "input_of": lambda _: (x,)}
+    bodies = [StageBody([block]) for block in blocks.values()]
+    stages = [CheckedStage(body, setting, **ends) for body, setting in zip(bodies, settings, strict=True)]
     run = schedule_of(schedule, stages, num_microbatches=num_microbatches, loss_of=lambda output, _: output.sum())
 
     def step() -> None:

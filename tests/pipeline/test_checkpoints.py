@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from tests import toy
-from tests.pipeline.cases import accumulated, in_stages
+from tests.pipeline.cases import Validated, accumulated, in_stages
 from tests.scenes import fit, same
 
 
@@ -33,14 +33,11 @@ def test_one_file_goes_from_one_rank_to_four_stages_to_two_to_the_bit(one_rank, 
     assert piped.keys() == plain.keys()
 
 
-class Monitored(toy.Toy):
+class Monitored(Validated):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss, sync_dist=True)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 AVERAGES = {

@@ -1,6 +1,7 @@
 """What Lightning's users see of a pipeline: logged values, metrics, evaluation, and the module after a run."""
 
-import lightning.pytorch as pl
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from lightning_hybrid.callbacks import ReplicaCheck
 from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
+from tests.pipeline.test_bit_equality import assert_equal
 from tests.scenes import at, fit, play, same
 
 
@@ -66,16 +68,12 @@ def fit_and_predict(scene):
     return seen.metrics, torch.cat(predictions), tested, alone.detach()
 
 
-def through_stages(schedule="1f1b"):
-    return cases.in_stages(data=Named(64), batch_size=16, schedule=schedule, raises=False, warns=False)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, two_ranks, schedule):
-    one, two = two_ranks.run(fit_and_predict, through_stages(schedule))
-    alone = cases.accumulated(data=Named(64), batch_size=16, raises=False, warns=False)
-    (expected,) = one_rank.run(fit_and_predict, alone)
+    scene = {"data": Named(64), "batch_size": 16, "raises": False, "warns": False}
+    one, two = two_ranks.run(fit_and_predict, cases.in_stages(schedule=schedule, **scene))
+    (expected,) = one_rank.run(fit_and_predict, cases.accumulated(**scene))
     assert one[0] == two[0]
     assert one[0]["num_seen"] == one[0]["sum"] == 64
     assert one[0].keys() == expected[0].keys()
@@ -87,34 +85,38 @@ def test_metrics_count_each_sample_once_and_every_rank_sees_the_same(one_rank, t
         assert own[2] == pytest.approx(expected[2], abs=1e-3)
 
 
-class Photos(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.rand(3, 64, 64, generator=generator), index % 10
-
-
-class Photographer(pl.LightningModule):
+class Photographer(toy.Toy):
     def __init__(self):
-        super().__init__()
+        super().__init__(lr=0.01)
         torch.manual_seed(3)
         self.net = ResNet(depth=18, num_classes=10, width=0.125, stem="small")
 
-    def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return F.cross_entropy(self.net(images), labels)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def test_a_network_of_the_recipes_offers_its_blocks(one_rank, four_ranks):
-    scene = {"data": Photos(), "max_epochs": 1}
-    (expected,) = fit(one_rank, Photographer, **cases.accumulated(**scene))
-    piped = fit(four_ranks, Photographer, **cases.in_stages(num_stages=4, **scene))
-    assert all(same(own.weights, expected.weights) for own in piped)
+    data = cases.Photos(64, 64)
+    assert_equal(four_ranks, one_rank, Photographer, options={"num_stages": 4}, data=data, max_epochs=1)
+
+
+class SameInputs(toy.Toy):
+    """Notes each loss in validation, on inputs that are the same on all ranks."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        images = torch.linspace(-2, 2, 8 * toy.NUM_FEATURES).view(8, toy.NUM_FEATURES)
+        self.losses.append(self.loss((images, torch.arange(8) % toy.NUM_CLASSES)).item())
+
+
+def test_data_ranks_validate_with_the_running_statistics_of_the_first_as_under_ddp(two_ranks, four_ranks):
+    scene = {"val": partial(toy.loader, 16, 8), "num_sanity_val_steps": 0}
+    expected = fit(two_ranks, SameInputs, **cases.accumulated(val_check_interval=4, **scene))
+    assert expected[0].losses == expected[1].losses
+    for rank, seen in enumerate(fit(four_ranks, SameInputs, **cases.in_stages(val_check_interval=1, **scene))):
+        assert len(seen.losses) == 8  # each of four steps in two epochs
+        # A batch in parts, where a matrix product may round otherwise.
+        assert seen.losses == pytest.approx(expected[rank // 2].losses, rel=1e-5)
+        assert same(seen.weights, expected[0].weights)
 
 
 class Undecoded(toy.Blobs):

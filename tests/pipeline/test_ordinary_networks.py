@@ -1,14 +1,15 @@
-"""Networks as users write them, which have to be trained as they are: in place, with shared and cached tensors."""
+"""Networks as users write them, which have to be trained as they are: in place, shared, cached, in any layout."""
+
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests import toy
-from tests.pipeline.cases import accumulated, in_stages
-from tests.scenes import Keeps, play, same
+from tests.pipeline.cases import InBlocks, Photos, Validated, accumulated, in_stages, loader_of
+from tests.scenes import Keeps, fit, play, same
 
 WIDTH = toy.NUM_FEATURES
 
@@ -63,40 +64,24 @@ class Joins(nn.Linear):
         return super().forward(x - residual)
 
 
-class ManyTensors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([*(Attends() for _ in range(3)), Joins(WIDTH, WIDTH)])
-
-    def pipeline_blocks(self):
-        return list(self.blocks)
-
-    def forward(self, *x):
-        for block in self.blocks:
-            x = block(*x)
-            x = x if isinstance(x, tuple) else (x,)
-        return x[0]
-
-
-def blocks(kind):
+def net_of(kind):
     table = torch.linspace(-1, 1, WIDTH)
-    return {
+    kinds = {
         "in place": lambda: [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.SELU(inplace=True))],
         "shared buffer": lambda: [WithBuffer(table) for _ in range(4)],
         "cached": lambda: [Caching(None), Caching(None), Caching({}), Caching({})],
         "plain": lambda: [Block(table.clone()) for _ in range(4)],
-    }[kind]()
+    }
+    if kind == "many":
+        return InBlocks(*(Attends() for _ in range(3)), Joins(WIDTH, WIDTH))
+    return nn.Sequential(*kinds[kind](), nn.Linear(WIDTH, toy.NUM_CLASSES))
 
 
-class Ordinary(toy.Toy):
+class Ordinary(Validated):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.net = ManyTensors() if kind == "many" else nn.Sequential(*blocks(kind), nn.Linear(WIDTH, toy.NUM_CLASSES))
-
-    def validation_step(self, batch, batch_idx):
-        images, targets = batch
-        self.log("val_loss", F.cross_entropy(self.net(images).float(), targets), sync_dist=True)
+        self.net = net_of(kind)
 
 
 def left_by(kind, path, scene):
@@ -156,3 +141,46 @@ def test_summary_and_logged_graph_run_no_forward_on_the_example(two_ranks):
     for error, shape in two_ranks.run(error_and_example, in_stages(batch_size=16, **more)):
         assert not error
         assert shape == (2, WIDTH)
+
+
+class ChannelsLast(Validated):
+    """Channels-last images in a network of channels-last weights, as tensor cores are faster with."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        convolutions = (nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2))
+        self.net = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        self.net.to(memory_format=torch.channels_last)
+
+    def loss(self, batch):
+        return super().loss((batch[0].to(memory_format=torch.channels_last), batch[1]))
+
+
+class Transposes(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+class Turned(ChannelsLast):
+    """A stage ends with a view whose strides descend in no order, as a transformer's tokens do."""
+
+    def __init__(self):
+        super().__init__()
+        to_tokens = (nn.AdaptiveAvgPool2d(2), Transposes())
+        self.net = nn.Sequential(*self.net[:3], *to_tokens, nn.Linear(16, 8), nn.Flatten(), nn.Linear(32, 10))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("module", "cuts", "precision"),
+    [(ChannelsLast, [2], "bf16-true"), (ChannelsLast, [3], "32-true"), (Turned, [5], "32-true")],
+)
+def test_a_cut_between_tensors_that_are_not_contiguous_changes_nothing(one_rank, two_ranks, module, cuts, precision):
+    photos = Photos(17, 19, num=16)
+    scene = {"data": photos, "val": partial(loader_of, photos, 8), "precision": precision, "max_epochs": 1}
+    (expected,) = fit(one_rank, module, **accumulated(num=2, **scene))
+    for own in fit(two_ranks, module, **in_stages(num_microbatches=2, cuts=cuts, **scene)):
+        assert same(own.weights, expected.weights)
+        bound = 1e-2 if precision == "bf16-true" else 1e-5
+        assert own.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=bound)

@@ -1,5 +1,6 @@
-"""How many micro-batches a rank keeps for backward, which is a pipeline's memory."""
+"""How many micro-batches a rank keeps for backward, which is a pipeline's memory, and how long it waits."""
 
+import gc
 import time
 
 import pytest
@@ -7,10 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hybrid.pipeline.checked_stage import CheckedStage
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
 from recipes.planning.estimates.pipeline_cost import schedule_tasks
+from tests import toy
+from tests.pipeline.cases import in_stages
 from tests.pipeline.schedule_step import step_over
+from tests.scenes import at, fit
 
 
 class Counts(torch.autograd.Function):
@@ -62,6 +67,19 @@ def test_so_do_four_ranks_in_the_planners_order(four_ranks, schedule, num_microb
         steps = [1 if task.is_forward else -1 for task in tasks]
         planned.append(max(sum(steps[:end]) for end in range(1, len(steps) + 1)))
     assert four_ranks.run(most_kept, schedule, num_microbatches, parts) == planned
+
+
+def stages_held(*_):
+    gc.collect()
+    return sum(isinstance(one, CheckedStage) for one in gc.get_objects())
+
+
+def test_batches_of_other_shapes_leave_no_memory_behind(two_ranks):
+    callbacks = [at(on_train_batch_end=stages_held)]
+    for seen in fit(two_ranks, **in_stages(data=toy.Blobs(20), num_microbatches=2, callbacks=callbacks)):
+        counts = seen.looks["on_train_batch_end"]
+        assert len(counts) == 6
+        assert max(counts) == counts[0]
 
 
 FORWARD_S = BACKWARD_S = 0.1  # backward for the input, and as long for the weight

@@ -5,18 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.optim import LAMB, LARS
+from lightning_hybrid.optim import LAMB
 from tests import toy
-from tests.pipeline.cases import accumulated, in_stages
+from tests.pipeline.cases import InBlocks, accumulated, in_stages
+from tests.pipeline.test_bit_equality import WithLars
 from tests.scenes import fit, same
 
 WIDTH, NUM, NUM_TOKENS = toy.NUM_FEATURES, 4, 17
 
 
-class Tied(toy.Toy):
+class Tied(WithLars):
     """The first and the last layer have one weight."""
-
-    optimizer, options = LARS, {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "trust_coefficient": 0.02}
 
     def __init__(self):
         super().__init__()
@@ -28,9 +27,6 @@ class Tied(toy.Toy):
 
     def tie(self):
         self.net[-1].weight = self.net[0].weight
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters(), **self.options)
 
 
 class Apart(Tied):
@@ -58,14 +54,16 @@ def test_its_gradient_is_that_of_both_uses_summed_once_a_step_bit_for_bit(one_ra
         assert same(seen.weights, expected.weights)
 
 
-@pytest.mark.parametrize(("module", "scene"), [(WithLamb, {}), (Tied, {"gradient_clip_val": 0.05})])
-def test_it_trains_what_accumulation_trains_but_for_the_order_of_additions(two_ranks, four_ranks, module, scene):
+def assert_near(piped, expected):
     """The bound: 16 steps, each with one addition in another order, of 2^-24 relative to the largest summand."""
-    expected = fit(two_ranks, module, **accumulated(**scene))[0].weights
-    piped = fit(four_ranks, module, **in_stages(**scene))
     assert all(same(seen.weights, piped[0].weights) for seen in piped)
     for name, weight in piped[0].weights.items():
-        assert (weight - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+        assert (weight - expected.weights[name]).norm() <= 1e-6 * expected.weights[name].norm(), name
+
+
+@pytest.mark.parametrize(("module", "scene"), [(WithLamb, {}), (Tied, {"gradient_clip_val": 0.05})])
+def test_it_trains_what_accumulation_trains_but_for_the_order_of_additions(two_ranks, four_ranks, module, scene):
+    assert_near(fit(four_ranks, module, **in_stages(**scene)), fit(two_ranks, module, **accumulated(**scene))[0])
 
 
 def test_its_checkpoint_is_that_of_a_whole_network(one_rank, two_ranks, four_ranks, tmp_path):
@@ -100,27 +98,13 @@ class Losses(nn.Linear):
         return F.cross_entropy(super().forward(states).flatten(0, 1), targets.flatten(), reduction="none")
 
 
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = [Mixes(WIDTH, 2, WIDTH, 0.0, batch_first=True) for _ in range(2)]
-        self.blocks = nn.ModuleList([Embeds(NUM_TOKENS, WIDTH), *layers, Losses(WIDTH, NUM_TOKENS)])
-
-    def pipeline_blocks(self):
-        return list(self.blocks)
-
-    def forward(self, *x):
-        for block in self.blocks:
-            x = block(*x)
-        return x
-
-
 class TellsTokens(Tied):
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.net = Language()
+            layers = [Mixes(WIDTH, 2, WIDTH, 0.0, batch_first=True) for _ in range(2)]
+            self.net = InBlocks(Embeds(NUM_TOKENS, WIDTH), *layers, Losses(WIDTH, NUM_TOKENS))
         self.net.blocks[-1].weight = self.net.blocks[0].weight
 
     def loss(self, batch):
@@ -129,10 +113,7 @@ class TellsTokens(Tied):
 
 
 def test_a_language_model_whose_last_stage_returns_losses_trains_as_under_accumulation(one_rank, four_ranks):
-    expected = fit(one_rank, TellsTokens, **accumulated())[0].weights
-    for seen in fit(four_ranks, TellsTokens, **in_stages(num_stages=4)):
-        for name, weight in seen.weights.items():
-            assert (weight - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+    assert_near(fit(four_ranks, TellsTokens, **in_stages(num_stages=4)), fit(one_rank, TellsTokens, **accumulated())[0])
 
 
 class TiedInside(Tied):

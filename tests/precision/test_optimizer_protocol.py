@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid import MasterWeightPrecision
-from lightning_hybrid.callbacks import StopOnSignal, TrainingMetrics
+from lightning_hybrid.callbacks import TrainingMetrics
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.precision.master_step import MasterStep
@@ -248,12 +248,6 @@ def test_what_still_asks_is_named(one_rank, two_ranks):
     assert host_reads(two_ranks, "lars") == [{"loops/training_epoch_loop.py": 6 - 1}] * 2
 
 
-def test_the_question_to_all_ranks_whether_to_stop_can_be_put_less_often(two_ranks):
-    """Before batches 0 to 7, of which 2 on are counted."""
-    asks = partial(StopOnSignal, every_n_steps=4)
-    assert host_reads(two_ranks, "lars", asks) == [{"callbacks/stop_on_signal.py": 1}] * 2
-
-
 # ---- schedules one step behind -------------------------------------------------------------------------------------
 
 
@@ -308,20 +302,6 @@ def test_a_checkpoint_does_not_know_that_the_schedule_is_behind(one_rank, tmp_pa
     assert one["lr_schedulers"] == other["lr_schedulers"]
     rates = [each["optimizer_states"][0]["param_groups"][0]["lr"] for each in (one, other)]
     assert rates == [5.0 * 0.5**5] * 2
-
-
-def state_of_plugin(trainer, *_):
-    return trainer.precision_plugin.state_dict()
-
-
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(one_rank, tmp_path):
-    path, looks = str(tmp_path / "1.ckpt"), at(on_train_end=state_of_plugin)
-    scene = {"bad": [1], "scheduled": True, "max_epochs": 4}
-    ((whole, _),) = run(one_rank, "lars", callbacks=[looks, Saves(path, epoch=0)], **scene)
-    ((resumed, _),) = run(one_rank, "lars", callbacks=[looks], ckpt_path=path, **scene)
-    assert same(whole.weights, resumed.weights)
-    assert whole.looks == resumed.looks
-    assert whole.num_skipped == 4
 
 
 # ---- endless overflow ----------------------------------------------------------------------------------------------

@@ -103,30 +103,6 @@ def test_a_loss_in_half_precision_is_scaled_in_fp32(two_ranks):
         assert seen.num_skipped == 0
 
 
-def test_feature_off_precisions_keep_lightnings_plugins(one_rank):
-    names = one_rank.run(plugin_names)[0]
-    assert names == {"32-true": "Precision", "bf16-mixed": "MixedPrecision", "64-true": "DoublePrecision"}
-
-
-def plugin_names():
-    return {p: type(toy.trainer(precision=p).precision_plugin).__name__ for p in ("32-true", "bf16-mixed", "64-true")}
-
-
-def norm_of_gradients(trainer, module, *_):
-    found = [p.grad for p in module.parameters() if p.grad is not None]
-    return torch.stack([one.double().norm() for one in found]).norm().item() if found else None
-
-
-SEES_GRADIENTS = at(on_before_zero_grad=norm_of_gradients)
-
-
-def test_gradient_clipping_clips_the_unscaled_norm(two_ranks):
-    for seen in fp16(two_ranks, callbacks=[SEES_GRADIENTS], max_epochs=1, gradient_clip_val=1e-3):
-        norms = seen.looks["on_before_zero_grad"]
-        assert len(norms) == 3  # the norm after each step but the last, seen before the next zero_grad
-        assert all(abs(norm - 1e-3) < 1e-7 for norm in norms)
-
-
 @pytest.mark.parametrize("call", ["fit", "predict"])
 def test_exact_fp32_weights_are_back_after(two_ranks, call):
     before = toy.weights(Toy())

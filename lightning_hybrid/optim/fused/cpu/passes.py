@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from lightning_hybrid.placement import Part
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}  # `Dtype` of blocks.h
 # Elements. Large enough that taking one costs nothing, small enough that threads end together.
 _BLOCK = 1 << 14
-_NUM_LARS, _NUM_LAMB = 6, 7  # numbers per tensor, as in passes.cpp
 _GRAD, _WEIGHT = 1, 2  # bits: which sums of squares of a tensor a call computes
 
 
@@ -42,15 +42,19 @@ class NativeEngine(Engine):
     `parts` is empty, or has the part of each tensor: then the sums that count are those in `block_sums`.
     """
 
+    num_numbers: ClassVar[int]  # of each tensor, as in passes.cpp
+
     def __init__(
         self,
         params: Sequence[Tensor],
         states: Sequence[Sequence[Tensor]],
         copies: Sequence[Tensor],
         grad_dtype: torch.dtype,
+        *,
+        is_joint: bool = False,
         parts: Sequence[Part | None] = (),
     ) -> None:
-        self._library = build.library()
+        self._library, self._is_joint, self._are_masters = build.library(), is_joint, bool(copies)
         self._views = ContiguousViews(params, *states, copies)
         weight, copy = params[0].dtype, copies[0].dtype if copies else None
         numels = torch.tensor([param.numel() for param in params])
@@ -58,6 +62,7 @@ class NativeEngine(Engine):
         tensor_of = torch.arange(len(params)).repeat_interleave(num_blocks)
         first_of = (num_blocks.cumsum(0) - num_blocks).index_select(0, tensor_of)
         begin_of = (torch.arange(len(tensor_of)) - first_of) * _BLOCK
+        self._numbers = torch.zeros(len(params), self.num_numbers, dtype=torch.float64)
         self.sums = torch.zeros(2, len(params), dtype=torch.float64)  # of weights; of gradients, directions or updates
         by_block = torch.zeros(2, len(tensor_of), dtype=torch.float64)  # as `sums`
         pointers = [torch.tensor(data_ptrs(one)) for one in self._views.dense]
@@ -126,19 +131,7 @@ class NativeLars(NativeEngine):
     update()    the step, and sum(w * w) for the next one           one read of g, w, v; one write of w, v, copy
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        copies: Sequence[Tensor],
-        grad_dtype: torch.dtype,
-        *,
-        is_joint: bool,
-        parts: Sequence[Part | None] = (),
-    ) -> None:
-        super().__init__(params, states, copies, grad_dtype, parts)
-        self._is_joint, self._are_masters = is_joint, bool(copies)
-        self._numbers = torch.zeros(len(params), _NUM_LARS, dtype=torch.float64)
+    num_numbers = 6
 
     def norms(
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
@@ -149,14 +142,11 @@ class NativeLars(NativeEngine):
             # Gradients are still scaled here: |g / s + decay w| = |g + s decay w| / s, so that decay is scaled instead.
             decays = options["weight_decay"] * options["sign"]
             decays = decays if scaling.inverse_scale is None else decays / scaling.inverse_scale
-        measured = [_GRAD if one else 0 for one in needed]
         # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
         # raise `_version`, except one through `.data`: these are summed again.
-        if self._are_masters:
-            for place in self._views.changed():
-                measured[place] |= _WEIGHT
-        else:
-            measured = [_GRAD | _WEIGHT if one else 0 for one in needed]
+        measured = [(_GRAD if self._are_masters else _GRAD | _WEIGHT) if one else 0 for one in needed]
+        for place in self._views.changed() if self._are_masters else ():
+            measured[place] |= _WEIGHT
         return self._norms(grads, measured, decays)
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
@@ -178,20 +168,13 @@ class NativeLamb(NativeEngine):
     update()    the step                                             one read of w, m, v; one write of w, copy
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        copies: Sequence[Tensor],
-        grad_dtype: torch.dtype,
-        *,
-        parts: Sequence[Part | None] = (),
-    ) -> None:
+    num_numbers = 7
+
+    def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> None:
         *moments, self._steps = states
-        super().__init__(params, moments, copies, grad_dtype, parts)
+        super().__init__(params, moments, *args, **kwargs)
         self._step_places = data_ptrs(self._steps)
         self._step_addresses = torch.tensor(self._step_places)
-        self._numbers = torch.zeros(len(params), _NUM_LAMB, dtype=torch.float64)
         self._rates = torch.zeros(len(params), dtype=torch.float64)
 
     def has_moved(self) -> bool:

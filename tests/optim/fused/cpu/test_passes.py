@@ -12,23 +12,25 @@ from lightning_hybrid.cpp import library as cpp_library
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.optim.fused import availability
 from lightning_hybrid.optim.fused.cpu import build
-from tests.optim.makers import assert_same_bits, copies_of, distance, normals, parameters, run, set_grads
+from tests.optim.makers import (
+    FUSED,
+    Beside,
+    Whole,
+    assert_same_bits,
+    copies_of,
+    distance,
+    normals,
+    parameters,
+    run,
+    set_grads,
+)
 
 QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
 
 
-def masters(*shapes, copy_dtype=torch.float16):
-    params = parameters(*shapes)
-    for param in params:
-        param.grad_dtype = None
-    return params, {param: param.detach().to(copy_dtype) for param in params}
-
-
-def set_scaled_grads(params, seed, scale, dtype=torch.float16):
-    set_grads(params, seed)
-    for param in params:
-        grad, param.grad = param.grad, None
-        param.grad = (grad * scale).to(dtype)
+def of_masters(rule, *shapes):
+    """A fused step on masters and scaled half gradients, next to the loop."""
+    return Beside(Whole(), FUSED, rule, shapes=shapes, half=torch.float16)
 
 
 @pytest.fixture(scope="module", params=["as here", "without half instructions"])
@@ -72,13 +74,7 @@ def test_the_number_of_threads_changes_no_bit(rule):
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
-            params, copies = masters((300, 700), (50_000,), (5,))
-            optimizer = rule(params, lr=1.0, weight_decay=0.01, fused=True)
-            optimizer.copies = copies
-            for step in range(3):
-                set_scaled_grads(params, step, 1.0)
-                optimizer.step()
-            ends.append(params)
+            ends.append(of_masters(rule, (300, 700), (50_000,), (5,)).steps(3).own)
     finally:
         torch.set_num_threads(before)
     for others in ends[1:]:
@@ -204,20 +200,15 @@ def test_compiler_and_cache_are_those_that_the_environment_names(monkeypatch, tm
 def test_memory_that_moved_between_steps_is_found_again(rule):
     ends = []
     for moves in (False, True):
-        params, copies = masters((20, 70), (5,), (300,), (9,))
-        optimizer = rule(params, lr=0.1, fused=True)
-        optimizer.copies = copies
+        both = of_masters(rule, (20, 70), (5,), (300,), (9,))
+        params, copies, state = both.own, both.optimizer.copies, both.optimizer.state
+        name = "momentum_buffer" if rule is LARS else "exp_avg_sq"
         for step in range(4):
-            set_scaled_grads(params, step, 1.0)
-            optimizer.step()
+            both.step(step)
             if moves and step < 3:
-                state = optimizer.state[params[2]]
-                name = "momentum_buffer" if rule is LARS else "exp_avg_sq"
-                for tensor in ((params[0],), (copies[params[1]],), (state[name],))[step]:
-                    tensor.data = tensor.data.clone()
-                if step == 2:
-                    optimizer.state[params[3]][name] = optimizer.state[params[3]][name].clone()
-        for param, copy in copies.items():
-            assert torch.equal(copy, param.half())
+                moved = (params[0], copies[params[1]], state[params[2]][name])[step]
+                moved.data = moved.data.clone()
+                state[params[3]][name] = state[params[3]][name].clone() if step == 2 else state[params[3]][name]
+        assert both.distance() <= 2e-6
         ends.append(params)
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    assert_same_bits(*ends)

@@ -57,13 +57,10 @@ def clones_of(params):
     return [nn.Parameter(param.detach().cpu().clone()) for param in params]
 
 
-def give_grads(params, others, seed, scale=1.0, dtype=torch.float32):
-    """To `params` gradients in `dtype`, `scale` times too large; to `others` the same, divided again."""
+def give_grads(params, others, seed):
     set_grads(others, seed)
     for param, other in zip(params, others, strict=True):
-        grad = (other.grad * scale).to(dtype)
-        param.grad = None
-        param.grad, other.grad = grad.to(param.device), grad.to(other.dtype) / scale
+        param.grad = other.grad.to(param.device, copy=True)
 
 
 @not_interpreted
