@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -38,11 +39,16 @@ class HeldLoggers:
         strategy.barrier = self._end_of_opening
 
     def _end_of_opening(self, *args: Any, **kwargs: Any) -> None:
-        del self._strategy.barrier
-        vars(rank_zero_only)["rank"] = self._rank
+        self._let_open()
         self._strategy.barrier(*args, **kwargs)
 
+    def _let_open(self) -> None:
+        del self._strategy.barrier
+        vars(rank_zero_only)["rank"] = self._rank
+
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if name == "log_metrics":  # copies: a user may fill one dictionary again for each row
+            args, kwargs = tuple(map(copy, args)), {key: copy(value) for key, value in kwargs.items()}
         call = partial(do, *args, **kwargs)
         if name == "log_metrics":
             self._rows.append((monotonic(), call))
@@ -70,6 +76,8 @@ class HeldLoggers:
 
     def end(self) -> None:
         """Give the loggers their methods back."""
+        if vars(self._strategy).get("barrier") == self._end_of_opening:  # an error came before the barrier
+            self._let_open()
         for one in self._loggers:
             for name in _CALLS:
                 vars(one).pop(name, None)

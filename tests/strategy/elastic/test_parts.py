@@ -128,7 +128,7 @@ class Notes:
         self.done: list[Any] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.done.append(step)
+        self.done.append(metrics.get("loss", step))
 
     def log_hyperparams(self, values: Any) -> None:
         self.done.append(values)
@@ -151,8 +151,10 @@ def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what
     logger.log_hyperparams("settings")
     held.meet(is_first=False)
     assert logger.done == []  # another host has opened its own
+    row: dict[str, float] = {}  # one for all steps
     for step, now[0] in enumerate((0.0, 50.0, 130.0)):
-        logger.log_metrics({}, step=step)  # by itself, Lightning writes nothing on such a rank
+        row["loss"] = float(step)
+        logger.log_metrics(row, step=step)  # by itself, Lightning writes nothing on such a rank
         held.after_step()
     logger.done.clear()
     held.meet(is_first=True)
@@ -167,6 +169,15 @@ def test_the_first_host_alone_opens_loggers_and_the_next_first_writes_again_what
     logger.log_metrics({}, step=5)
     assert logger.done[4:] == [4, 5]
     assert list(vars(logger)) == ["done"]
+
+
+def test_an_error_before_loggers_are_opened_leaves_nothing_changed(monkeypatch) -> None:
+    logger = Notes()
+    module = SimpleNamespace(trainer=SimpleNamespace(loggers=[logger]))
+    strategy = SimpleNamespace(lightning_module=module)
+    monkeypatch.setitem(vars(rank_zero_only), "rank", 0)
+    held_loggers.HeldLoggers(strategy).end()
+    assert (rank_zero_only.rank, list(vars(strategy)), list(vars(logger))) == (0, ["lightning_module"], ["done"])
 
 
 def test_buffers_are_copied_whatever_their_dtypes_and_shared_in_one_message() -> None:
