@@ -162,6 +162,14 @@ def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
     assert {why for _, why in hosts.changes} == {"no groups"}
 
 
+def test_ranks_of_a_host_hear_each_other_often_enough_in_a_view(hosts):
+    lost: list[str] = []
+    ways = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5, "on_own_host_lost": lost.append}
+    hosts.enter(*[hosts("a", local=local, **ways) for local in (0, 1)])
+    time.sleep(2.5)  # each is lost after 1 s
+    assert not lost
+
+
 def test_a_forked_worker_does_not_hide_a_death(hosts):
     a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
     hosts.enter(a, b)
