@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+# Before torch is imported: threads that wait for each other cost more than they save on tensors as small as these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from recipes.cli.preflight import LAUNCH_VARIABLES
 
 if TYPE_CHECKING:  # of torch, which takes seconds, the process that hands out the tests needs nothing
