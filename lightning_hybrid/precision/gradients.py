@@ -97,9 +97,9 @@ class BackwardGradients:
         self._aside.clear()
         for parameter in parameters:
             gradient = parameter.grad
+            self._empty(parameter)
             if gradient is None:
                 continue
-            self._empty(parameter)
             record = record_of(gradient)
             is_average = record is not None and not record.is_local
             if averages(parameter) and not is_average:
@@ -164,9 +164,8 @@ class BackwardGradients:
                 self._unscale_group(parameters, scale, averages)
         for group in groups:
             for parameter in group:
-                gradient = self._aside.pop(id(parameter), None)
-                if gradient is not None:
-                    self._show(parameter, gradient)
+                if parameter.grad is None:
+                    self._show(parameter, self._aside.pop(id(parameter), None))
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -182,10 +181,7 @@ class BackwardGradients:
         """Drop what a backward has made that raised an error; what was there before it is there again."""
         self._drop_outside_terms()
         for parameter in parameters:
-            self._empty(parameter)
-            gradient = self._aside.pop(id(parameter), None)
-            if gradient is not None:
-                self._show(parameter, gradient)
+            self._show(parameter, self._aside.pop(id(parameter), None))
 
     def _drop_outside_terms(self) -> None:
         # The backward of everything has made them again.
@@ -252,7 +248,7 @@ class BackwardGradients:
             torch._foreach_copy_(targets, half_gradients)
         return converted
 
-    def _show(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _show(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         pair = self._window.pair_of(parameter)
         if pair is None:
             parameter.grad = gradient
