@@ -71,7 +71,7 @@ class BackwardGradients:
     """The gradients of a window's modules before, in and after each backward.
 
     `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step. Nobody else sees them.
+    them in its step. Nobody else sees them. `unscaled_in_step`: those that such a step has used, for errors.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:
@@ -79,6 +79,7 @@ class BackwardGradients:
         self._aside: dict[int, Tensor] = {}
         self._memory = GradientMemory()
         self.scaled: dict[int, Tensor] = {}
+        self.unscaled_in_step: dict[int, Tensor] = {}
 
     # ---- before ------------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,7 @@ class BackwardGradients:
             averages: returns whether this backward averages a parameter's gradient over ranks.
         """
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._aside.clear()
         for parameter in parameters:
             gradient = parameter.grad
@@ -284,6 +286,7 @@ class BackwardGradients:
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
+                self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
                 parameter.grad_dtype = None  # half gradients on an fp32 parameter
                 parameter.grad = gradient
@@ -306,10 +309,15 @@ class BackwardGradients:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient of the last backward, also if a step has used it unseen."""
+        return self.unscaled_in_step.get(id(parameter), parameter.grad)
+
     def clear(self) -> None:
         """Forget all gradients and free their memory."""
         self._aside.clear()
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._memory.clear()
 
 
