@@ -1,4 +1,4 @@
-"""The precision plugin's part in a pipeline, whose schedule runs forward and backward of all micro-batches by itself."""
+"""The precision plugin's part in a pipeline, whose schedule runs forward and backward of micro-batches by itself."""
 
 from __future__ import annotations
 
