@@ -480,9 +480,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             return bool(found_inf)
 
         step = ClosureStep(self.window, evaluate=evaluate, has_overflowed=has_overflowed)
-        with self.window.shut():
-            with self._running_step():
-                result = step.run(optimizer, **kwargs)
+        with self.window.shut(), self._running_step():
+            result = step.run(optimizer, **kwargs)
         if step.was_skipped:
             state.skip_flag = SkipFlag(True)
         return result
@@ -499,7 +498,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _is_automatic(self) -> bool:
         return getattr(self._module, "automatic_optimization", True)
 
-    # ---- steps that user code makes past Lightning ---------------------------------------------------------------------
+    # ---- steps that user code makes past Lightning -----------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
         if self._module is None:
