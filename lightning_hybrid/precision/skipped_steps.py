@@ -6,7 +6,8 @@ All of it lives on the device. The host learns of it where it asks: at a logged 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])
         self._device = torch.device("cpu")
+        self._followed: list[Optimizer] = []
 
     def to(self, device: torch.device) -> None:
         """Move all to `device`."""
@@ -135,6 +137,24 @@ class OptimizerStepStates(list[OptimizerStepState]):
         new.to(self._device)
         self.append(new)
         return new
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the states be those of a trainer's optimizers. One that replaces another takes over its state."""
+        current = list(optimizers)
+        is_same = len(current) == len(self._followed) and all(map(operator.is_, current, self._followed))
+        if is_same:
+            return
+        for state in self:
+            was_followed = any(state.optimizer is optimizer for optimizer in self._followed)
+            if was_followed and not any(state.optimizer is optimizer for optimizer in current):
+                state.optimizer = None
+                state.grad_scale = None
+                state.skip_flag = None
+        self._followed = current
+        for optimizer in current:
+            self.of(optimizer)
+        # The scale of an optimizer that is gone must not hold down those of the others.
+        self[:] = [state for state in self if state.optimizer is not None] or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
         """Return the flag of the last step of `optimizer`, of every optimizer for None; nothing where none is due."""
@@ -163,7 +183,10 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def release(self) -> None:
         """Forget the optimizers and their last step; scales and counters stay."""
         for state in self:
-            state.optimizer = state.skip_flag = state.grad_scale = None
+            state.optimizer = None
+            state.skip_flag = None
+            state.grad_scale = None
+        self._followed = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first optimizer's state, with those of the others under one more key."""

@@ -264,8 +264,6 @@ class ElasticFit:
         # Lightning's closure has run already, and zeroed gradients in a hook of the user's.
         for one in self._strategy.model.parameters():
             one.grad = None
-        if (masters := getattr(self._strategy.precision_plugin, "masters", None)) is not None:
-            masters.drop_sums()
         self._run(self._batch_of(self._shards[0]))
 
     def _run(self, batch: Any) -> None:
