@@ -71,7 +71,7 @@ class BackwardGradients:
     """The gradients of a window's modules before, in and after each backward.
 
     `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step. Nobody else sees them.
+    them in its step. Nobody else sees them. `unscaled_in_step`: those that such a step has used, for errors.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:
@@ -79,6 +79,7 @@ class BackwardGradients:
         self._aside: dict[int, Tensor] = {}
         self._memory = GradientMemory()
         self.scaled: dict[int, Tensor] = {}
+        self.unscaled_in_step: dict[int, Tensor] = {}
 
     # ---- before ------------------------------------------------------------------------------------------------------
 
@@ -94,12 +95,13 @@ class BackwardGradients:
             averages: returns whether this backward averages a parameter's gradient over ranks.
         """
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._aside.clear()
         for parameter in parameters:
             gradient = parameter.grad
+            self._empty(parameter)
             if gradient is None:
                 continue
-            self._empty(parameter)
             record = record_of(gradient)
             is_average = record is not None and not record.is_local
             if averages(parameter) and not is_average:
@@ -164,9 +166,8 @@ class BackwardGradients:
                 self._unscale_group(parameters, scale, averages)
         for group in groups:
             for parameter in group:
-                gradient = self._aside.pop(id(parameter), None)
-                if gradient is not None:
-                    self._show(parameter, gradient)
+                if parameter.grad is None:
+                    self._show(parameter, self._aside.pop(id(parameter), None))
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -182,10 +183,7 @@ class BackwardGradients:
         """Drop what a backward has made that raised an error; what was there before it is there again."""
         self._drop_outside_terms()
         for parameter in parameters:
-            self._empty(parameter)
-            gradient = self._aside.pop(id(parameter), None)
-            if gradient is not None:
-                self._show(parameter, gradient)
+            self._show(parameter, self._aside.pop(id(parameter), None))
 
     def _drop_outside_terms(self) -> None:
         # The backward of everything has made them again.
@@ -252,7 +250,7 @@ class BackwardGradients:
             torch._foreach_copy_(targets, half_gradients)
         return converted
 
-    def _show(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _show(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         pair = self._window.pair_of(parameter)
         if pair is None:
             parameter.grad = gradient
@@ -288,6 +286,7 @@ class BackwardGradients:
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
+                self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
                 parameter.grad_dtype = None  # half gradients on an fp32 parameter
                 parameter.grad = gradient
@@ -310,10 +309,15 @@ class BackwardGradients:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient of the last backward, also if a step has used it unseen."""
+        return self.unscaled_in_step.get(id(parameter), parameter.grad)
+
     def clear(self) -> None:
         """Forget all gradients and free their memory."""
         self._aside.clear()
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._memory.clear()
 
 

@@ -66,8 +66,7 @@ class ParameterPair:
         gradient = self.parameter.grad
         self.parameter.grad = None
         self._exchange()
-        if gradient is not None:
-            self.show_gradient(gradient)
+        self.show_gradient(gradient)
         # `copy.deepcopy` and `pickle` ask the object before its class. A copy made inside of a step is fp32.
         vars(self.parameter)["__deepcopy__"] = self._deepcopy
         vars(self.parameter)["__reduce_ex__"] = self._reduce_ex
@@ -84,8 +83,8 @@ class ParameterPair:
         if gradient is not None:
             self.parameter.grad = gradient if gradient.dtype is self.parameter.dtype else gradient.float()
 
-    def show_gradient(self, gradient: Tensor) -> None:
-        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown."""
+    def show_gradient(self, gradient: Tensor | None) -> None:
+        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown; user code may, too."""
         self.parameter.grad = None
         self.parameter.grad_dtype = None  # allows a gradient of another dtype than the parameter's
         self.parameter.grad = gradient
