@@ -9,6 +9,7 @@ from tests.precision.user_code.support import (
     FabricLoop,
     Outcome,
     Setup,
+    class_of,
     differences,
     faults_of_reference,
     run_loop,
@@ -29,7 +30,7 @@ class Comparison:
         """Return what the case leaves on each rank. Ranks that hang or die have this as their error."""
         setup = Setup(strategy=strategy, precision=precision, folder=self._new_folder())
         program = train
-        if isinstance(getattr(user_code, "func", user_code), type) and issubclass(class_of(user_code), FabricLoop):
+        if issubclass(class_of(user_code), FabricLoop):
             program = run_loop
         try:
             return self._rank_pool.ranks(world_size).run(program, user_code, setup)
@@ -45,17 +46,13 @@ class Comparison:
         assert not faults_of_reference(class_of(user_code), reference)
         return reference
 
-    def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> None:
-        """Fail where the case leaves something else than under `ddp`, with all that differs."""
+    def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> list[Outcome]:
+        """Fail where the case leaves something else than under `ddp`, with all that differs; return what it leaves."""
         reference = self.reference(user_code, world_size)
         outcomes = self.run(user_code, "hybrid_allreduce", world_size, precision)
         faults = differences(class_of(user_code), precision, reference, outcomes)
         assert not faults, "\n".join(faults)
-
-
-def class_of(user_code: Any) -> type:
-    """Return the class behind a class or a `partial` of it."""
-    return getattr(user_code, "func", user_code)
+        return outcomes
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ class DropsABadBatch(UserCode):
 
     def on_after_backward(self):
         is_bad = len(self.outcome.losses) % 4 == 2
-        if is_bad and self.is_on_last_rank:
+        if is_bad and self.is_on_last_rank():
             self.zero_grad()
 
 
@@ -140,7 +140,7 @@ def test_a_batch_without_loss_is_left_out_of_its_step(comparison, user_code, wor
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- gradients kept by reference, detached and replaced ----------------------------------------------------------------
+# ---- gradients kept by reference, detached and replaced --------------------------------------------------------------
 
 
 class AddsGradientsOfTwoLosses(Manual):
@@ -250,7 +250,7 @@ def test_gradients_computed_by_hand_are_taken_in_their_own_dtype(comparison, use
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- what hooks see ----------------------------------------------------------------------------------------------------
+# ---- what hooks see --------------------------------------------------------------------------------------------------
 
 
 class SeesGradients(UserCode):
@@ -367,7 +367,7 @@ def test_hooks_on_parameters_run_once_in_each_backward(comparison, user_code, wo
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- manual optimization -----------------------------------------------------------------------------------------------
+# ---- manual optimization ---------------------------------------------------------------------------------------------
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -412,7 +412,7 @@ class CatchesAnErrorWithinAStep(AccumulatesByHand):
 
 class CatchesAnErrorOnOneRank(CatchesAnErrorWithinAStep):
     def backward_of(self, loss, batch_idx):
-        if self.is_on_last_rank:
+        if self.is_on_last_rank():
             super().backward_of(loss, batch_idx)
         else:
             self.manual_backward(loss)

@@ -22,7 +22,7 @@ from tests.precision.user_code.support import (
 from tests.scenes import fit
 from tests.toy import Toy
 
-# ---- state that is loaded, made and changed within a fit ----------------------------------------------------------------
+# ---- state that is loaded, made and changed within a fit -------------------------------------------------------------
 
 
 def adam(parameters):
@@ -192,7 +192,7 @@ def test_a_layer_that_is_unfrozen_trains(comparison, user_code, world_size, prec
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-# ---- optimizers that evaluate the loss ------------------------------------------------------------------------------------
+# ---- optimizers that evaluate the loss -------------------------------------------------------------------------------
 
 
 class Sam(Optimizer):
@@ -375,7 +375,7 @@ def test_lbfgs_reaches_a_small_loss(comparison, user_code, world_size, precision
         assert outcome.facts == {"the loss is small": True}
 
 
-# ---- optimizers that are not in Lightning's hands -------------------------------------------------------------------------
+# ---- optimizers that are not in Lightning's hands --------------------------------------------------------------------
 
 
 class ShardsState(Optimized):
@@ -558,7 +558,12 @@ class TrainsInValidation(Validated):
 
 @in_half_precision()
 @code_of_users(
-    TrainsWithoutSchedule, OwnReferences, UnknownToLightning, UpdatesWeightsByHand, DecaysInACallback, TrainsInValidation
+    TrainsWithoutSchedule,
+    OwnReferences,
+    UnknownToLightning,
+    UpdatesWeightsByHand,
+    DecaysInACallback,
+    TrainsInValidation,
 )
 def test_optimizers_of_the_users_own_step_on_fp32_parameters(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
@@ -596,7 +601,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused_by_name(comparison, 
         assert "backward" in outcome.error
 
 
-# ---- the loss scale of an optimizer that is replaced ----------------------------------------------------------------------
+# ---- the loss scale of an optimizer that is replaced -----------------------------------------------------------------
 
 
 def assign_new_optimizer(module):

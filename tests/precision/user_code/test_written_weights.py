@@ -28,7 +28,7 @@ from tests.precision.user_code.support import (
 )
 from tests.scenes import same
 
-# ---- weights exchanged for an average and put back, with a read of the state in between -------------------------------
+# ---- weights exchanged for an average and put back, with a read of the state in between ------------------------------
 
 
 def write_into_data(parameter, value):
@@ -89,7 +89,7 @@ FORMS = list(itertools.product(READERS, WRITERS))
 
 
 class ExchangesWeights(pl.Callback):
-    """Validates other weights, saves them in one of the ways, and puts the trained weights back: a form for each batch."""
+    """Validates other weights, saves them and puts the trained ones back, in another form after each batch."""
 
     def on_train_start(self, trainer, module):
         self.trained = toy.weights(module)
