@@ -146,15 +146,21 @@ class ParameterPair:
             # value of a state dict. The copy, which nobody wrote, is the old one.
             cast_([self])
             return
+        if self.half.device.type != "cpu":
+            self.take_writes_without_waiting_()
+            return
+        if self.is_exact_cast():
+            return
         half = self.half.detach()
         fp32 = self.fp32.detach()
-        if half.device.type == "cpu":
-            if _is_rounded(half, fp32):
-                return
-            fp32.copy_(torch.where(_bits(fp32.to(self.dtype)) == _bits(half), fp32, half.float()))
-            self._fp32_version = self.fp32._version
-            self._half_version = self.half._version
-            return
+        fp32.copy_(torch.where(_bits(fp32.to(self.dtype)) == _bits(half), fp32, half.float()))
+        self._fp32_version = self.fp32._version
+        self._half_version = self.half._version
+
+    @torch.no_grad()
+    def take_writes_without_waiting_(self) -> None:
+        """Do the same on a device, by one `where`: the host does not ask whether anything differs."""
+        half = self.half.detach()
         # Through `data`, as most often the same bits are written: a graph of the fp32 value stays valid.
         value = self.fp32.data
         torch.where(_bits(value.to(self.dtype)) == _bits(half), value, half, out=value)
