@@ -89,6 +89,11 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def is_on_last_rank() -> bool:
+    """Return whether this is the rank that does what the others do not."""
+    return this_rank() == num_ranks() - 1
+
+
 class UserCode(pl.LightningModule):
     """A small classifier, to which each case adds the code of a user."""
 
@@ -110,10 +115,6 @@ class UserCode(pl.LightningModule):
     def build(self) -> None:
         """Make the layers."""
         self.net = small_net()
-
-    def is_on_last_rank(self) -> bool:
-        """Return whether this is the rank that does what the others do not."""
-        return this_rank() == num_ranks() - 1
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""

@@ -18,6 +18,7 @@ from tests.precision.user_code.support import (
     dtypes_of_parameters,
     in_every_precision,
     in_half_precision,
+    is_on_last_rank,
 )
 
 # ---- gradients of a step that the user ends or empties ---------------------------------------------------------------
@@ -81,7 +82,7 @@ class DropsABadBatch(UserCode):
 
     def on_after_backward(self):
         is_bad = len(self.outcome.losses) % 4 == 2
-        if is_bad and self.is_on_last_rank():
+        if is_bad and is_on_last_rank():
             self.zero_grad()
 
 
@@ -412,7 +413,7 @@ class CatchesAnErrorWithinAStep(AccumulatesByHand):
 
 class CatchesAnErrorOnOneRank(CatchesAnErrorWithinAStep):
     def backward_of(self, loss, batch_idx):
-        if self.is_on_last_rank():
+        if is_on_last_rank():
             super().backward_of(loss, batch_idx)
         else:
             self.manual_backward(loss)

@@ -19,6 +19,7 @@ from tests.precision.user_code.support import (
     Validated,
     code_of_users,
     in_half_precision,
+    is_on_last_rank,
     this_rank,
 )
 from tests.toy import NUM_CLASSES, NUM_FEATURES
@@ -328,9 +329,16 @@ class ExportsScripts(Frozen):
             self.outcome.facts[name] = exported(self.example()).detach()
 
 
+@in_half_precision(precisions=("16-true",))
+@code_of_users(TrainsAScript)
+def test_a_scripted_part_trains(comparison, user_code, world_size, precision):
+    """In one precision alone: a process keeps the dtype of the autocast under which it first ran a script."""
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
 @in_half_precision()
-@code_of_users(TrainsAScript, ExportsScripts)
-def test_scripts_train_and_are_made_in_hooks(comparison, user_code, world_size, precision):
+@code_of_users(ExportsScripts)
+def test_scripts_and_exports_are_made_in_hooks(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
@@ -460,7 +468,7 @@ class PenalisesWeightsOnOneRank(PenalisesWeights):
         super().__init__("before the step")
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.is_on_last_rank():
+        if is_on_last_rank():
             super().on_train_batch_start(batch, batch_idx)
 
 
@@ -489,11 +497,11 @@ class CallsTheNetBeforeTheStep(UserCode):
         return super().training_step(batch, batch_idx) + consistency
 
 
-class CountsCallsOfHooks(PenalisesWeights):
+class CountsCallsOfHooks(UserCode):
     """Hooks on tensors of the graph run once in each backward."""
 
     def __init__(self):
-        super().__init__("before the step")
+        super().__init__()
         self.num_calls = {"loss": 0, "hidden": 0, "module": 0}
         self.net[2].register_full_backward_hook(self.count_module)
 
