@@ -97,6 +97,8 @@ class BackwardGradients:
         self.scaled.clear()
         self.unscaled_in_step.clear()
         self._aside.clear()
+        returning: list[nn.Parameter] = []
+        sums: list[Tensor] = []
         for parameter in parameters:
             gradient = parameter.grad
             self._empty(parameter)
@@ -105,12 +107,21 @@ class BackwardGradients:
             record = record_of(gradient)
             is_average = record is not None and not record.is_local
             if averages(parameter) and not is_average:
-                # DDP averages the sum of what stands here and what this backward brings.
-                if scale is not None:
-                    gradient = gradient * scale
-                parameter.grad = gradient.to(parameter.dtype, copy=scale is None)
+                returning.append(parameter)
+                sums.append(gradient)
             else:
                 self._aside[id(parameter)] = gradient
+        if returning:
+            self._return_sums(returning, sums, scale)
+
+    def _return_sums(self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None) -> None:
+        """Put sums of this rank, scaled and rounded, where autograd adds to them: DDP averages the result."""
+        if scale is not None:
+            sums = list(torch._foreach_mul(sums, scale))
+        rounded = [torch.empty_like(total, dtype=p.dtype) for p, total in zip(parameters, sums, strict=True)]
+        torch._foreach_copy_(rounded, sums)
+        for parameter, gradient in zip(parameters, rounded, strict=True):
+            parameter.grad = gradient
 
     def _empty(self, parameter: nn.Parameter) -> None:
         pair = self._window.pair_of(parameter)
@@ -216,15 +227,28 @@ class BackwardGradients:
         checked = [gradient for gradient in gradients if gradient.numel() > 0]
         if scale is not None and checked:
             found_inf = unscale_(checked, scale)
+        self._add_to_sums(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            earlier = self._aside.pop(id(parameter), None)
-            # A sum may hold an inf of an earlier backward: then it is looked through once more before the step.
             record = GradientRecord(found_inf=found_inf, is_local=not averages(parameter))
-            if earlier is not None:
-                gradient = earlier.add_(gradient)
+            total = self._aside.pop(id(parameter), None)
+            if total is None:
+                total = gradient
+            else:
+                # A sum may hold an inf of an earlier backward: it is looked through once more before the step.
                 record.found_inf = None
-            vars(gradient)["_half_precision_record"] = record
-            self._show(parameter, gradient)
+            vars(total)["_half_precision_record"] = record
+            self._show(parameter, total)
+
+    def _add_to_sums(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        sums: list[Tensor] = []
+        addends: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            earlier = self._aside.get(id(parameter))
+            if earlier is not None:
+                sums.append(earlier)
+                addends.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, addends)
 
     def _converted(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradients in fp32, as new tensors."""

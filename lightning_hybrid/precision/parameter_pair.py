@@ -11,6 +11,7 @@ tensors of two Python objects (`torch._C._swap_tensor_impl`, the core of `torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from lightning_hybrid.placement import flattened, has_gaps
 
 _BLOCK = 1 << 20
 """Elements compared at once on a CPU. The expected values of a block (2 MiB) stay in cache."""
+
+_BLOCK_ON_DEVICE = 1 << 26
+"""Elements compared at once on other devices, for which memory is taken: 128 MiB."""
 
 
 class ParameterPair:
@@ -131,6 +135,14 @@ class ParameterPair:
         """Return whether the copy has the bits of the fp32 value, rounded. Waits for the device."""
         return _is_rounded(self.half.detach(), self.fp32.detach())
 
+    @property
+    def is_written_as_fp32(self) -> bool:
+        """Whether the fp32 value was written inside of the step, through another tensor in its memory.
+
+        A value of a state dict is such a tensor. The copy, which nobody has written, is then the old one.
+        """
+        return self.fp32._version != self._fp32_version and self.half._version == self._half_version
+
     @torch.no_grad()
     def take_writes_(self) -> None:
         """Give the fp32 value what user code wrote into the half-precision copy, element by element.
@@ -141,9 +153,7 @@ class ParameterPair:
         the host does not wait for the answer.
         """
         self.check_dtype()
-        if self.fp32._version != self._fp32_version and self.half._version == self._half_version:
-            # The fp32 value was written inside of the step, through another tensor in the same memory, such as a
-            # value of a state dict. The copy, which nobody wrote, is the old one.
+        if self.is_written_as_fp32:
             cast_([self])
             return
         if self.half.device.type != "cpu":
@@ -158,12 +168,18 @@ class ParameterPair:
         self._half_version = self.half._version
 
     @torch.no_grad()
-    def take_writes_without_waiting_(self) -> None:
-        """Do the same on a device, by one `where`: the host does not ask whether anything differs."""
+    def take_writes_without_waiting_(self, cast: Tensor | None = None) -> None:
+        """Do the same on a device, by one `where`: the host does not ask whether anything differs.
+
+        Args:
+            cast: the fp32 value in half precision, if it is known.
+        """
         half = self.half.detach()
         # Through `data`, as most often the same bits are written: a graph of the fp32 value stays valid.
         value = self.fp32.data
-        torch.where(_bits(value.to(self.dtype)) == _bits(half), value, half, out=value)
+        if cast is None:
+            cast = value.to(self.dtype)
+        torch.where(_bits(cast) == _bits(half), value, half, out=value)
 
     def check_dtype(self) -> None:
         """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
@@ -217,6 +233,35 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
         pair.note_cast()
 
 
+@torch.no_grad()
+def take_writes_(pairs: Iterable[ParameterPair]) -> None:
+    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
+    block: list[ParameterPair] = []
+    numel = 0
+    for pair in pairs:
+        if pair.half.device.type == "cpu" or pair.is_written_as_fp32:
+            pair.take_writes_()
+            continue
+        pair.check_dtype()
+        block.append(pair)
+        numel += pair.half.numel()
+        if numel >= _BLOCK_ON_DEVICE:
+            _take_writes_of_block_(block)
+            block = []
+            numel = 0
+    _take_writes_of_block_(block)
+
+
+def _take_writes_of_block_(block: list[ParameterPair]) -> None:
+    if not block:
+        return
+    casts = [torch.empty_like(pair.half.detach()) for pair in block]
+    torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
+    for pair, cast in zip(block, casts, strict=True):
+        pair.take_writes_without_waiting_(cast)
+
+
+@cache
 def check_exchange() -> None:
     """Check that the installed torch exchanges tensors as half precision needs it.
 

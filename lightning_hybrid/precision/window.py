@@ -23,7 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
-from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange
+from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange, take_writes_
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -138,9 +138,7 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            for pair in self.pairs.values():
-                if pair.is_open:
-                    pair.take_writes_()
+            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False

@@ -220,7 +220,9 @@ def test_memory_of_another_dtype_inside_of_a_step_is_refused_by_name():
 
 
 def test_a_torch_that_does_not_exchange_is_refused_by_name(monkeypatch):
+    check_exchange.cache_clear()
     check_exchange()
+    check_exchange.cache_clear()
     monkeypatch.setattr(torch._C, "_swap_tensor_impl", lambda first, second: None)
     with pytest.raises(MisconfigurationException, match=r"`torch` \(=.*does not exchange the tensors"):
         check_exchange()
