@@ -97,9 +97,9 @@ class BackwardGradients:
         self._aside.clear()
         for parameter in parameters:
             gradient = parameter.grad
+            _empty(parameter)
             if gradient is None:
                 continue
-            self._empty(parameter)
             record = record_of(gradient)
             is_average = record is not None and not record.is_local
             if averages(parameter) and not is_average:
@@ -109,13 +109,6 @@ class BackwardGradients:
                 parameter.grad = gradient.to(parameter.dtype, copy=scale is None)
             else:
                 self._aside[id(parameter)] = gradient
-
-    def _empty(self, parameter: nn.Parameter) -> None:
-        pair = self._window.pair_of(parameter)
-        if pair is None:
-            parameter.grad = None
-        else:
-            pair.hide_gradient()
 
     @torch.no_grad()
     def add_outside_terms(self, loss: Tensor) -> None:
@@ -166,7 +159,7 @@ class BackwardGradients:
             for parameter in group:
                 gradient = self._aside.pop(id(parameter), None)
                 if gradient is not None:
-                    self._show(parameter, gradient)
+                    _show(parameter, gradient)
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -175,17 +168,17 @@ class BackwardGradients:
         for parameter in parameters:
             if parameter.grad is not None:
                 self.scaled[id(parameter)] = parameter.grad
-                self._empty(parameter)
+                _empty(parameter)
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop what a backward has made that raised an error; what was there before it is there again."""
         self._drop_outside_terms()
         for parameter in parameters:
-            self._empty(parameter)
+            _empty(parameter)
             gradient = self._aside.pop(id(parameter), None)
             if gradient is not None:
-                self._show(parameter, gradient)
+                _show(parameter, gradient)
 
     def _drop_outside_terms(self) -> None:
         # The backward of everything has made them again.
@@ -226,7 +219,7 @@ class BackwardGradients:
                 gradient = earlier.add_(gradient)
                 record.found_inf = None
             vars(gradient)["_half_precision_record"] = record
-            self._show(parameter, gradient)
+            _show(parameter, gradient)
 
     def _converted(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradients in fp32, as new tensors."""
@@ -251,13 +244,6 @@ class BackwardGradients:
         if targets:
             torch._foreach_copy_(targets, half_gradients)
         return converted
-
-    def _show(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        pair = self._window.pair_of(parameter)
-        if pair is None:
-            parameter.grad = gradient
-        else:
-            pair.show_gradient(gradient)
 
     # ---- step --------------------------------------------------------------------------------------------------------
 
@@ -315,6 +301,19 @@ class BackwardGradients:
         self._aside.clear()
         self.scaled.clear()
         self._memory.clear()
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    # By dtype: a parameter of which this rank updates a part is in half precision, and has no pair in the window.
+    parameter.grad = None
+    parameter.grad_dtype = parameter.dtype  # backward casts what it brings
+
+
+def _show(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = None
+    if gradient.dtype is not parameter.dtype:
+        parameter.grad_dtype = None  # allows an fp32 gradient while the parameter is in half precision
+    parameter.grad = gradient
 
 
 def _refuse_sparse(gradient: Tensor) -> None:

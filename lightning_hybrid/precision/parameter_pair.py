@@ -130,7 +130,7 @@ class ParameterPair:
 
     def is_exact_cast(self) -> bool:
         """Return whether the copy has the bits of the fp32 value, rounded. Waits for the device."""
-        return _is_rounded(self.half.detach(), self.fp32.detach())
+        return is_rounded(self.half.detach(), self.fp32.detach())
 
     @torch.no_grad()
     def take_writes_(self) -> None:
@@ -150,15 +150,15 @@ class ParameterPair:
         half = self.half.detach()
         fp32 = self.fp32.detach()
         if half.device.type == "cpu":
-            if _is_rounded(half, fp32):
+            if is_rounded(half, fp32):
                 return
-            fp32.copy_(torch.where(_bits(fp32.to(self.dtype)) == _bits(half), fp32, half.float()))
+            fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
             self._fp32_version = self.fp32._version
             self._half_version = self.half._version
             return
         # Through `data`, as most often the same bits are written: a graph of the fp32 value stays valid.
         value = self.fp32.data
-        torch.where(_bits(value.to(self.dtype)) == _bits(half), value, half, out=value)
+        torch.where(bits_of(value.to(self.dtype)) == bits_of(half), value, half, out=value)
 
     def check_dtype(self) -> None:
         """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
@@ -251,9 +251,10 @@ def check_exchange() -> None:
         )
 
 
-def _is_rounded(half: Tensor, fp32: Tensor) -> bool:
+def is_rounded(half: Tensor, fp32: Tensor) -> bool:
+    """Return whether `half` has the bits of `fp32`, rounded. Waits for the device."""
     if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
-        return torch.equal(_bits(half), _bits(fp32.to(half.dtype)))
+        return torch.equal(bits_of(half), bits_of(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
     fp32_blocks = flattened(fp32, fp32).split(_BLOCK)
     expected = torch.empty(_BLOCK, dtype=half.dtype)
@@ -267,9 +268,10 @@ def _is_rounded(half: Tensor, fp32: Tensor) -> bool:
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     # Four elements at a time, where `torch.equal` would compare them one by one.
     if first.numel() % 4 or first.storage_offset() % 4 or second.storage_offset() % 4:
-        return torch.equal(_bits(first), _bits(second))
+        return torch.equal(bits_of(first), bits_of(second))
     return torch.equal(first.view(torch.int64), second.view(torch.int64))
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a half-precision tensor's memory as integers, which compare equal for equal NaN too."""
     return tensor.view(torch.int16)

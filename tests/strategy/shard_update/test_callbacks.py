@@ -33,7 +33,7 @@ def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
     if batch_idx == 0 and this_rank() == rank:
         weight = module.weights[6]
         if what == "master":
-            trainer.precision_plugin.masters.pair_of(weight).master[7] *= 1 + 2**-20
+            trainer.strategy.run_status.master_parts[id(weight)][7] *= 1 + 2**-20
         if what == "momentum":
             trainer.optimizers[0].state[weight]["momentum_buffer"][7] += 1.0
 
@@ -41,7 +41,7 @@ def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
 @pytest.mark.parametrize(
     ("what", "precision", "kind"),
     [
-        ("master", "16-true", "the fp32 master"),
+        ("master", "16-true", "the fp32 values of"),
         ("momentum", "32-true", "`momentum_buffer` of the optimizer for"),
         ("", "16-true", ""),
     ],
