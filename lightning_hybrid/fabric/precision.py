@@ -19,7 +19,7 @@ from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag, raise_if_stuck
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 # The host asks the device after this many steps of an optimizer whether all were skipped, as the Trainer does at its
@@ -159,7 +159,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self._num_steps += 1
         flag = state.skip_flag
         if self._num_steps % _ASK_EVERY == 0 or (flag is not None and flag.is_known and flag.was_skipped()):
-            raise_if_stuck(state, model, self._last_loss, step=f"optimizer step {self._num_steps} of this process")
+            self._raise_if_stuck(state, model, step=f"optimizer step {self._num_steps} of this process")
 
     def teardown(self) -> None:
         """Leave the modules with their fp32 parameters."""

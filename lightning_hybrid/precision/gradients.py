@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.precision.loss_scale import unscale_
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.window import HALF_DTYPES, HalfPrecisionWindow
 
 _BLOCK_NUMEL = 1 << 26
 """Elements that are converted to fp32 at a time where they are added to a sum: 256 MiB."""
@@ -71,7 +71,7 @@ class BackwardGradients:
     """The gradients of a window's modules before, in and after each backward.
 
     `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step. Nobody else sees them.
+    them in its step. Nobody else sees them. `unscaled_in_step`: those that such a step has used, for errors.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:
@@ -79,6 +79,7 @@ class BackwardGradients:
         self._aside: dict[int, Tensor] = {}
         self._memory = GradientMemory()
         self.scaled: dict[int, Tensor] = {}
+        self.unscaled_in_step: dict[int, Tensor] = {}
 
     # ---- before ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,10 @@ class BackwardGradients:
             averages: returns whether this backward averages a parameter's gradient over ranks.
         """
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._aside.clear()
+        returning: list[nn.Parameter] = []
+        sums: list[Tensor] = []
         for parameter in parameters:
             gradient = parameter.grad
             _empty(parameter)
@@ -103,12 +107,21 @@ class BackwardGradients:
             record = record_of(gradient)
             is_average = record is not None and not record.is_local
             if averages(parameter) and not is_average:
-                # DDP averages the sum of what stands here and what this backward brings.
-                if scale is not None:
-                    gradient = gradient * scale
-                parameter.grad = gradient.to(parameter.dtype, copy=scale is None)
+                returning.append(parameter)
+                sums.append(gradient)
             else:
                 self._aside[id(parameter)] = gradient
+        if returning:
+            self._return_sums(returning, sums, scale)
+
+    def _return_sums(self, parameters: list[nn.Parameter], sums: list[Tensor], scale: Tensor | None) -> None:
+        """Put sums of this rank, scaled and rounded, where autograd adds to them: DDP averages the result."""
+        if scale is not None:
+            sums = list(torch._foreach_mul(sums, scale))
+        rounded = [torch.empty_like(total, dtype=p.dtype) for p, total in zip(parameters, sums, strict=True)]
+        torch._foreach_copy_(rounded, sums)
+        for parameter, gradient in zip(parameters, rounded, strict=True):
+            parameter.grad = gradient
 
     @torch.no_grad()
     def add_outside_terms(self, loss: Tensor) -> None:
@@ -157,9 +170,8 @@ class BackwardGradients:
                 self._unscale_group(parameters, scale, averages)
         for group in groups:
             for parameter in group:
-                gradient = self._aside.pop(id(parameter), None)
-                if gradient is not None:
-                    _show(parameter, gradient)
+                if parameter.grad is None:
+                    _show(parameter, self._aside.pop(id(parameter), None))
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -175,10 +187,7 @@ class BackwardGradients:
         """Drop what a backward has made that raised an error; what was there before it is there again."""
         self._drop_outside_terms()
         for parameter in parameters:
-            _empty(parameter)
-            gradient = self._aside.pop(id(parameter), None)
-            if gradient is not None:
-                _show(parameter, gradient)
+            _show(parameter, self._aside.pop(id(parameter), None))
 
     def _drop_outside_terms(self) -> None:
         # The backward of everything has made them again.
@@ -211,15 +220,28 @@ class BackwardGradients:
         checked = [gradient for gradient in gradients if gradient.numel() > 0]
         if scale is not None and checked:
             found_inf = unscale_(checked, scale)
+        self._add_to_sums(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            earlier = self._aside.pop(id(parameter), None)
-            # A sum may hold an inf of an earlier backward: then it is looked through once more before the step.
             record = GradientRecord(found_inf=found_inf, is_local=not averages(parameter))
-            if earlier is not None:
-                gradient = earlier.add_(gradient)
+            total = self._aside.pop(id(parameter), None)
+            if total is None:
+                total = gradient
+            else:
+                # A sum may hold an inf of an earlier backward: it is looked through once more before the step.
                 record.found_inf = None
-            vars(gradient)["_half_precision_record"] = record
-            _show(parameter, gradient)
+            vars(total)["_half_precision_record"] = record
+            _show(parameter, total)
+
+    def _add_to_sums(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        sums: list[Tensor] = []
+        addends: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            earlier = self._aside.get(id(parameter))
+            if earlier is not None:
+                sums.append(earlier)
+                addends.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, addends)
 
     def _converted(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradients in fp32, as new tensors."""
@@ -274,6 +296,7 @@ class BackwardGradients:
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
+                self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
                 parameter.grad_dtype = None  # half gradients on an fp32 parameter
                 parameter.grad = gradient
@@ -296,23 +319,28 @@ class BackwardGradients:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient of the last backward, also if a step has used it unseen."""
+        return self.unscaled_in_step.get(id(parameter), parameter.grad)
+
     def clear(self) -> None:
         """Forget all gradients and free their memory."""
         self._aside.clear()
         self.scaled.clear()
+        self.unscaled_in_step.clear()
         self._memory.clear()
 
 
 def _empty(parameter: nn.Parameter) -> None:
-    # By dtype: a parameter of which this rank updates a part is in half precision, and has no pair in the window.
+    # The dtype decides, not the window: with `shard_update` some parameters are in half precision and have no pair.
     parameter.grad = None
     parameter.grad_dtype = parameter.dtype  # backward casts what it brings
 
 
-def _show(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _show(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = None
-    if gradient.dtype is not parameter.dtype:
-        parameter.grad_dtype = None  # allows an fp32 gradient while the parameter is in half precision
+    if parameter.dtype in HALF_DTYPES:
+        parameter.grad_dtype = None  # allows fp32 gradients
     parameter.grad = gradient
 
 

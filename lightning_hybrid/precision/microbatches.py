@@ -1,8 +1,9 @@
-"""The precision plugin's part in a pipeline, whose schedule runs forward and backward of all micro-batches by itself."""
+"""The precision plugin's part in a pipeline, whose schedule runs forward and backward of micro-batches by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
 
     from lightning_hybrid.precision.skipped_steps import OptimizerStepStates
+    from lightning_hybrid.precision.user_steps import UserSteps
 else:
     _Base = object
 
@@ -32,6 +34,10 @@ class MicrobatchMixin(_Base):
     optimizer_steps: OptimizerStepStates
     window: HalfPrecisionWindow | None
     gradients: BackwardGradients | None
+    _user_steps: UserSteps | None
+    _follow_optimizers: Callable[[], None]
+    _half_arithmetic: Callable[[], AbstractContextManager[None]]
+    _in_backward: Callable[[list[nn.Parameter]], AbstractContextManager[None]]
     _last_loss: Tensor | None
     _scale: Tensor | None
     _device: torch.device
@@ -51,23 +57,42 @@ class MicrobatchMixin(_Base):
         self._agree_on_overflow = (*self._agree_on_overflow, agree)
         self._has_stages = self._has_stages or not is_of_slices
 
-    def begin_microbatches(self) -> Tensor | None:
-        """Open the window for a whole schedule; return the loss scale, None if there is none."""
+    @contextmanager
+    def schedule_context(self) -> Iterator[Tensor | None]:
+        """Run the schedule of a step on half-precision parameters; yield the loss scale, None if there is none."""
         assert self.window is not None
-        self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self.window.open()
-        return self._scale
+        assert self._user_steps is not None
+        self._user_steps.begin_step()
+        self._follow_optimizers()
+        self._scale = None
+        if self.loss_scale is not None:
+            self._scale = self.optimizer_steps.scale_for_backward()
+        with self.window.opened(), self._half_arithmetic():
+            yield self._scale
 
-    def begin_backward_of_microbatch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
-        """Set aside the sum of the micro-batches so far, or return it to the last backward, which averages it."""
-        assert self.gradients is not None
-        self.gradients.begin(parameters, self._scale, lambda _: is_last)
+    @contextmanager
+    def backward_of_microbatch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> Iterator[None]:
+        """Run one backward inside, and add what it brings to `p.grad`, in fp32 and unscaled.
 
-    def end_backward_of_microbatch(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> None:
-        """Add a micro-batch's gradients to the sum, in fp32 and unscaled."""
+        Args:
+            parameters: all that the backward may reach. No others are touched: those of another stage of this rank
+                have finished gradients.
+            is_last: whether this backward averages the sum of all micro-batches over ranks.
+        """
         assert self.gradients is not None
-        groups = self.optimizer_steps.parameters_by_optimizer(parameters)
-        self.gradients.finish(groups, self._scale, lambda _: is_last)
+        reached = list(parameters)
+        self.gradients.begin(reached, self._scale, lambda _: is_last)
+        with self._in_backward(reached):
+            yield
+        self.gradients.finish(self._groups_of(reached), self._scale, lambda _: is_last)
+
+    def _groups_of(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return `parameters` by optimizer, and nothing else that these optimizers train."""
+        reached = {id(parameter): parameter for parameter in parameters}
+        groups = []
+        for group in self.optimizer_steps.parameters_by_optimizer(parameters):
+            groups.append([reached[id(parameter)] for parameter in group if id(parameter) in reached])
+        return groups
 
     def end_microbatches(self, loss: Tensor) -> None:
         """Close the window; note the loss of the whole batch, for the error that ends endless overflow."""

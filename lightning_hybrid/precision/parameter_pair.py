@@ -11,6 +11,7 @@ tensors of two Python objects (`torch._C._swap_tensor_impl`, the core of `torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from lightning_hybrid.placement import flattened, has_gaps
 
 _BLOCK = 1 << 20
 """Elements compared at once on a CPU. The expected values of a block (2 MiB) stay in cache."""
+
+_BLOCK_ON_DEVICE = 1 << 26
+"""Elements compared at once on other devices, for which memory is taken: 128 MiB."""
 
 
 class ParameterPair:
@@ -66,8 +70,7 @@ class ParameterPair:
         gradient = self.parameter.grad
         self.parameter.grad = None
         self._exchange()
-        if gradient is not None:
-            self.show_gradient(gradient)
+        self.show_gradient(gradient)
         # `copy.deepcopy` and `pickle` ask the object before its class. A copy made inside of a step is fp32.
         vars(self.parameter)["__deepcopy__"] = self._deepcopy
         vars(self.parameter)["__reduce_ex__"] = self._reduce_ex
@@ -84,8 +87,8 @@ class ParameterPair:
         if gradient is not None:
             self.parameter.grad = gradient if gradient.dtype is self.parameter.dtype else gradient.float()
 
-    def show_gradient(self, gradient: Tensor) -> None:
-        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown."""
+    def show_gradient(self, gradient: Tensor | None) -> None:
+        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown; user code may, too."""
         self.parameter.grad = None
         self.parameter.grad_dtype = None  # allows a gradient of another dtype than the parameter's
         self.parameter.grad = gradient
@@ -132,6 +135,14 @@ class ParameterPair:
         """Return whether the copy has the bits of the fp32 value, rounded. Waits for the device."""
         return is_rounded(self.half.detach(), self.fp32.detach())
 
+    @property
+    def is_written_as_fp32(self) -> bool:
+        """Whether the fp32 value was written inside of the step, through another tensor in its memory.
+
+        A value of a state dict is such a tensor. The copy, which nobody has written, is then the old one.
+        """
+        return self.fp32._version != self._fp32_version and self.half._version == self._half_version
+
     @torch.no_grad()
     def take_writes_(self) -> None:
         """Give the fp32 value what user code wrote into the half-precision copy, element by element.
@@ -142,23 +153,33 @@ class ParameterPair:
         the host does not wait for the answer.
         """
         self.check_dtype()
-        if self.fp32._version != self._fp32_version and self.half._version == self._half_version:
-            # The fp32 value was written inside of the step, through another tensor in the same memory, such as a
-            # value of a state dict. The copy, which nobody wrote, is the old one.
+        if self.is_written_as_fp32:
             cast_([self])
+            return
+        if self.half.device.type != "cpu":
+            self.take_writes_without_waiting_()
+            return
+        if self.is_exact_cast():
             return
         half = self.half.detach()
         fp32 = self.fp32.detach()
-        if half.device.type == "cpu":
-            if is_rounded(half, fp32):
-                return
-            fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
-            self._fp32_version = self.fp32._version
-            self._half_version = self.half._version
-            return
+        fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
+        self._fp32_version = self.fp32._version
+        self._half_version = self.half._version
+
+    @torch.no_grad()
+    def take_writes_without_waiting_(self, cast: Tensor | None = None) -> None:
+        """Do the same on a device, by one `where`: the host does not ask whether anything differs.
+
+        Args:
+            cast: the fp32 value in half precision, if it is known.
+        """
+        half = self.half.detach()
         # Through `data`, as most often the same bits are written: a graph of the fp32 value stays valid.
         value = self.fp32.data
-        torch.where(bits_of(value.to(self.dtype)) == bits_of(half), value, half, out=value)
+        if cast is None:
+            cast = value.to(self.dtype)
+        torch.where(bits_of(cast) == bits_of(half), value, half, out=value)
 
     def check_dtype(self) -> None:
         """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
@@ -212,6 +233,35 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
         pair.note_cast()
 
 
+@torch.no_grad()
+def take_writes_(pairs: Iterable[ParameterPair]) -> None:
+    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
+    block: list[ParameterPair] = []
+    numel = 0
+    for pair in pairs:
+        if pair.half.device.type == "cpu" or pair.is_written_as_fp32:
+            pair.take_writes_()
+            continue
+        pair.check_dtype()
+        block.append(pair)
+        numel += pair.half.numel()
+        if numel >= _BLOCK_ON_DEVICE:
+            _take_writes_of_block_(block)
+            block = []
+            numel = 0
+    _take_writes_of_block_(block)
+
+
+def _take_writes_of_block_(block: list[ParameterPair]) -> None:
+    if not block:
+        return
+    casts = [torch.empty_like(pair.half.detach()) for pair in block]
+    torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
+    for pair, cast in zip(block, casts, strict=True):
+        pair.take_writes_without_waiting_(cast)
+
+
+@cache
 def check_exchange() -> None:
     """Check that the installed torch exchanges tensors as half precision needs it.
 
@@ -273,5 +323,5 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return a half-precision tensor's memory as integers, which compare equal for equal NaN too."""
+    """Return the memory of a half-precision tensor as integers. They compare equal for equal NaN too."""
     return tensor.view(torch.int16)

@@ -541,7 +541,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         flag, every = state.skip_flag, model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
         if is_end or is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
-            raise_if_stuck(state, model, self._last_loss, step=f"global step {model.trainer.global_step}")
+            self._raise_if_stuck(state, model, step=f"global step {model.trainer.global_step}")
+
+    def _raise_if_stuck(self, state: OptimizerStepState, model: nn.Module, *, step: str) -> None:
+        assert self.gradients is not None
+        raise_if_stuck(state, model, self._last_loss, gradient_of=self.gradients.of, step=step)
 
     # ---- schedules -------------------------------------------------------------------------------------------------
 

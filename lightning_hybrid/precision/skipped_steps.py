@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,8 +199,22 @@ class OptimizerStepStates(list[OptimizerStepState]):
             one.load_state_dict(own)
 
 
-def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tensor | None, *, step: str) -> None:
-    """End a run whose overflows no scale seems to cure. Wait for the device. `step`: the last one, in words.
+def raise_if_stuck(
+    state: OptimizerStepState,
+    model: nn.Module,
+    last_loss: Tensor | None,
+    *,
+    gradient_of: Callable[[Tensor], Tensor | None],
+    step: str,
+) -> None:
+    """End a run whose overflows no scale seems to cure. Wait for the device.
+
+    Args:
+        state: of the optimizer.
+        model: has the names of parameters.
+        last_loss: of the last backward.
+        gradient_of: returns the last gradient of a parameter.
+        step: the last step, in words.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
@@ -209,11 +223,11 @@ def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tenso
     if state.loss_scale is None or last_loss is None or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    bad = [
-        names.get(id(parameter), "?")
-        for parameter in parameters_of(state.optimizer)
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-    ]
+    bad = []
+    for parameter in parameters_of(state.optimizer):
+        gradient = gradient_of(parameter)
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            bad.append(names.get(id(parameter), "?"))
     loss = float(last_loss.float().sum())
     finite = torch.isfinite(last_loss).all()
     cause = (

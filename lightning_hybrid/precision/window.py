@@ -23,11 +23,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_hybrid.placement import broadcast_first_
 from lightning_hybrid.precision.module_hooks import ModuleHooks
-from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange
+from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange, take_writes_
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
@@ -101,7 +101,7 @@ class HalfPrecisionWindow:
         return is_kept_type or is_reparametrised(module)
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
-        if parameter.dtype is not torch.float32 and parameter.dtype not in _HALF_DTYPES:
+        if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
             return False
         if parameter.is_meta and not self._on_meta:
             return False
@@ -138,9 +138,7 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            for pair in self.pairs.values():
-                if pair.is_open:
-                    pair.take_writes_()
+            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False

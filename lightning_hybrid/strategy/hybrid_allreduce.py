@@ -207,7 +207,7 @@ class HybridAllReduce(_Base):
             # DDP's own flag: False between the batches of one step, whose gradients it does not average.
             self._half.connect_strategy(
                 is_last_backward_of_step=lambda: getattr(self.model, "require_backward_grad_sync", True),
-                flush_backward=super().post_backward,
+                flush_backward=self._flush_backward,
             )
         super().connect(model)
 
@@ -343,9 +343,15 @@ class HybridAllReduce(_Base):
         return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """End a backward as DDP; with half precision the plugin has called it, before gradients were unscaled."""
+        """End a backward; with half precision the plugin has done so, before it unscaled the gradients."""
         if self._half is None:
-            super().post_backward(closure_loss)
+            self._flush_backward(closure_loss)
+
+    def _flush_backward(self, closure_loss: torch.Tensor) -> None:
+        """End DDP's own work for a backward, after which gradients are averages."""
+        super().post_backward(closure_loss)
+        if self._comm.elastic_fit is not None:
+            self._comm.elastic_fit.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
