@@ -46,7 +46,8 @@ def runs_code_before_backward(module: LightningModule) -> bool:
     module_hooks = (*hooks, "optimizer_zero_grad")
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):
         return True
-    callbacks = module.trainer.callbacks
+    trainer: Any = module.trainer
+    callbacks = trainer.callbacks
     return any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for callback in callbacks for hook in hooks)
 
 

@@ -39,7 +39,7 @@ def record_of(gradient: Tensor) -> GradientRecord | None:
 
 
 class GradientMemory:
-    """Memory of fp32 gradients on a CPU, used again once nobody holds the gradient that was in it.
+    """Memory of fp32 gradients on a CPU, used again once the gradient that was in it is gone.
 
     Fresh pages cost five times what the conversion does. A device's allocator has memory at hand.
     """
@@ -63,7 +63,7 @@ class GradientMemory:
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
 
     def clear(self) -> None:
-        """Free the memory that nobody holds."""
+        """Free the memory that no gradient uses."""
         self._storages.clear()
 
 
@@ -71,7 +71,7 @@ class BackwardGradients:
     """The gradients of a window's modules before, in and after each backward.
 
     `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step. Nobody else sees them. `unscaled_in_step`: those that such a step has used, for errors.
+    them in its step, out of sight of all other code. `unscaled_in_step`: those that such a step has used, for errors.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:

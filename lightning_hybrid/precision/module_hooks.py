@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.parameter_pair import ParameterPair
+
+
+class Window(Protocol):
+    """The window for which the hooks act."""
+
+    is_open: bool
+
+    def pair_of(self, parameter: Tensor) -> ParameterPair | None:
+        """Return the pair of a parameter, or None."""
 
 
 class ModuleHooks:
@@ -30,7 +38,7 @@ class ModuleHooks:
         dtype: what normalisation layers return.
     """
 
-    def __init__(self, window: HalfPrecisionWindow, dtype: torch.dtype) -> None:
+    def __init__(self, window: Window, dtype: torch.dtype) -> None:
         self._window = window
         self._dtype = dtype
         self._normalisation_layers: list[nn.Module] = []

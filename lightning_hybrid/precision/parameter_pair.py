@@ -139,7 +139,7 @@ class ParameterPair:
     def is_written_as_fp32(self) -> bool:
         """Whether the fp32 value was written inside of the step, through another tensor in its memory.
 
-        A value of a state dict is such a tensor. The copy, which nobody has written, is then the old one.
+        A value of a state dict is such a tensor. The copy, which was not written, is then out of date.
         """
         return self.fp32._version != self._fp32_version and self.half._version == self._half_version
 
@@ -149,8 +149,8 @@ class ParameterPair:
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
-        Elements that nobody wrote keep all fp32 bits. On a CPU nothing is written if nothing differs. On other devices
-        the host does not wait for the answer.
+        Elements that were not written keep all fp32 bits. On a CPU nothing is written if nothing differs. On other
+        devices the host does not wait for the answer.
         """
         self.check_dtype()
         if self.is_written_as_fp32:

@@ -507,7 +507,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _is_automatic(self) -> bool:
         return getattr(self._module, "automatic_optimization", True)
 
-    # ---- steps that user code makes past Lightning ---------------------------------------------------------------------
+    # ---- steps that user code makes past Lightning -----------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
         if self._module is None:
