@@ -34,6 +34,9 @@ class ParameterPair:
         name: the parameter's name, for errors.
         parameter: an fp32 parameter.
         dtype: `torch.float16` or `torch.bfloat16`.
+
+    Attributes:
+        was_written: whether user code was seen to write the copy, whose values are rounded.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -44,6 +47,7 @@ class ParameterPair:
         self._hidden = nn.Parameter(half, requires_grad=parameter.requires_grad)
         # The address of the C++ tensor tells which side is shown, also after an interrupt between two statements.
         self._half_address: int = self._hidden._cdata
+        self.was_written = False
         # How often torch had counted a write to each side when the copy was made.
         self._fp32_version: int = parameter._version
         self._half_version: int = self._hidden._version
@@ -161,6 +165,7 @@ class ParameterPair:
             return
         if self.is_exact_cast():
             return
+        self.was_written = True
         half = self.half.detach()
         fp32 = self.fp32.detach()
         fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
@@ -234,8 +239,13 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 
 @torch.no_grad()
-def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
+def take_writes_(pairs: Iterable[ParameterPair], *, asks: bool = False) -> None:
+    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists.
+
+    Args:
+        pairs: open.
+        asks: whether the host waits for the device to know what `was_written`. On a CPU it always knows.
+    """
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:
@@ -246,15 +256,17 @@ def take_writes_(pairs: Iterable[ParameterPair]) -> None:
         block.append(pair)
         numel += pair.half.numel()
         if numel >= _BLOCK_ON_DEVICE:
-            _take_writes_of_block_(block)
+            _take_writes_of_block_(block, asks=asks)
             block = []
             numel = 0
-    _take_writes_of_block_(block)
+    _take_writes_of_block_(block, asks=asks)
 
 
-def _take_writes_of_block_(block: list[ParameterPair]) -> None:
+def _take_writes_of_block_(block: list[ParameterPair], *, asks: bool) -> None:
     if not block:
         return
+    for pair in block if asks else ():
+        pair.was_written |= not pair.is_exact_cast()
     casts = [torch.empty_like(pair.half.detach()) for pair in block]
     torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
     for pair, cast in zip(block, casts, strict=True):

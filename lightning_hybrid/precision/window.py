@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
@@ -26,6 +27,9 @@ from lightning_hybrid.precision.module_hooks import ModuleHooks
 from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange, take_writes_
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+_NUM_ASKED = 3
+"""Closings after which a device is asked whether user code has written parameters inside, for a warning."""
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -67,6 +71,8 @@ class HalfPrecisionWindow:
         self._frozen = frozen
         self._on_meta = on_meta
         self._modules: list[nn.Module] = []
+        self._num_closed = 0
+        self._has_warned = False
         self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
         self.add(module)
 
@@ -138,11 +144,25 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
+            asks = self._num_closed < _NUM_ASKED
+            take_writes_((pair for pair in self.pairs.values() if pair.is_open), asks=asks)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False
+        self._num_closed += 1
+        self._warn_of_writes_inside()
         self._refresh_pruned_weights()
+
+    def _warn_of_writes_inside(self) -> None:
+        written = next((pair for pair in self.pairs.values() if pair.was_written), None)
+        if written is None or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"`{written.name}` was written inside of a training step, where parameters are in half precision: the "
+            f"values went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. Write "
+            "parameters between steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
+        )
 
     def _exchange(self, *, to_fp32: bool = False) -> None:
         # Autocast keeps casts of parameters, by references that forbid an exchange, and of values that now change.
