@@ -145,7 +145,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return bool(found_inf)
 
         step = ClosureStep(self.window, evaluate=closure, has_overflowed=has_overflowed)
-        with self._running_step():
+        with self._running_step(optimizer):
             result = step.run(optimizer, **kwargs)
         if step.was_skipped:
             state.skip_flag = SkipFlag(True)

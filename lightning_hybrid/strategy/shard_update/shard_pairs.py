@@ -145,9 +145,9 @@ class MasterShard(ParameterShard):
         """Show the half-precision copy, and free the memory of the whole fp32 values."""
         self._pair.open()
         self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
-        attributes = vars(self._pair.parameter)
-        attributes["__deepcopy__"] = self._deepcopy
-        attributes["__reduce_ex__"] = self._reduce_ex
+        # As in `ParameterPair.open`, whose methods would copy the memory that is freed.
+        vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
+        vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
         """Let the parameter show these fp32 values, of all elements; its gradient goes along."""

@@ -129,13 +129,17 @@ class ShardedFit:
             return
         self._precision.update_context = self.updating
         self._precision.largest_of_parts = self._largest_gradient
-        self._lent.callback(setattr, self._precision, "update_context", nullcontext)
-        self._lent.callback(setattr, self._precision, "largest_of_parts", None)
         self._window.before_open.append(self._before_open)
-        self._lent.callback(self._window.before_open.remove, self._before_open)
+        self._lent.callback(self._leave_precision)
         hooks = StateDictHooks(module, {id(shard.parameter): shard for shard in self._master_shards})
         self._lent.callback(hooks.remove)
         self._lent.enter_context(averaging_whole_values(module.trainer.callbacks, self.whole_values))
+
+    def _leave_precision(self) -> None:
+        self._precision.update_context = nullcontext
+        self._precision.largest_of_parts = None
+        if self._window is not None and self._before_open in self._window.before_open:
+            self._window.before_open.remove(self._before_open)
 
     def shard_of(self, parameter: Tensor) -> ParameterShard | None:
         """Return the shard of a parameter that is cut into parts; None for others."""
