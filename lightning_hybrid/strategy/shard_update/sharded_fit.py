@@ -22,7 +22,7 @@ from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScat
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard
+from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
 from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
 from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whole_values
 
@@ -208,8 +208,7 @@ class ShardedFit:
         finally:
             self._is_updating = False
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for shard in shards:
-                shard.write_whole_()
+            write_wholes_(shards)
             self.exchange.gather_(shards, [shard.whole for shard in shards], late=self._late)
 
     @contextmanager
