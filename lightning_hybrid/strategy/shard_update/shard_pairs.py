@@ -13,6 +13,7 @@ parameter, which is the parameter's own memory: then optimizer state alone is sh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -112,10 +113,6 @@ class ParameterShard:
         """Let the part follow what user code wrote into the whole. The parameter shows the whole."""
         raise NotImplementedError
 
-    def write_whole_(self) -> None:
-        """Write the part into the whole, in the whole's dtype."""
-        raise NotImplementedError
-
 
 class MasterShard(ParameterShard):
     """A half-precision parameter, and a part of its fp32 master.
@@ -145,9 +142,9 @@ class MasterShard(ParameterShard):
         """Show the half-precision copy, and free the memory of the whole fp32 values."""
         self._pair.open()
         self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
-        attributes = vars(self._pair.parameter)
-        attributes["__deepcopy__"] = self._deepcopy
-        attributes["__reduce_ex__"] = self._reduce_ex
+        # As in `ParameterPair.open`, whose methods would copy the memory that is freed.
+        vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
+        vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
 
     def show_fp32(self, values: Tensor) -> None:
         """Let the parameter show these fp32 values, of all elements; its gradient goes along."""
@@ -182,10 +179,6 @@ class MasterShard(ParameterShard):
             return
         # On other devices the host does not wait for the answer.
         torch.where(bits_of(master.to(half.dtype)) == bits_of(half), master, half, out=master)
-
-    def write_whole_(self) -> None:
-        """Round the master's part into the half-precision copy."""
-        self.part_of(self.whole).copy_(self.values)
 
     def fp32_values(self) -> Tensor:
         """Return the whole master if it is collected, else the half-precision copy in fp32."""
@@ -235,5 +228,15 @@ class WeightShard(ParameterShard):
         if self.values.data_ptr() != view.data_ptr():
             self._hidden.data = view
 
-    def write_whole_(self) -> None:
-        """Do nothing: there is one memory."""
+
+@torch.no_grad()
+def write_wholes_(shards: Iterable[ParameterShard]) -> None:
+    """Round the masters' parts into the half-precision copies, in one pass over memory."""
+    parts_of_copies: list[Tensor] = []
+    values: list[Tensor] = []
+    for shard in shards:
+        if isinstance(shard, MasterShard):  # the part of a `WeightShard` is memory of the whole
+            parts_of_copies.append(shard.part_of(shard.whole))
+            values.append(shard.values)
+    if values:
+        torch._foreach_copy_(parts_of_copies, values)

@@ -22,7 +22,7 @@ from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScat
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard
+from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
 from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
 from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whole_values
 
@@ -129,13 +129,17 @@ class ShardedFit:
             return
         self._precision.update_context = self.updating
         self._precision.largest_of_parts = self._largest_gradient
-        self._lent.callback(setattr, self._precision, "update_context", nullcontext)
-        self._lent.callback(setattr, self._precision, "largest_of_parts", None)
         self._window.before_open.append(self._before_open)
-        self._lent.callback(self._window.before_open.remove, self._before_open)
+        self._lent.callback(self._leave_precision)
         hooks = StateDictHooks(module, {id(shard.parameter): shard for shard in self._master_shards})
         self._lent.callback(hooks.remove)
         self._lent.enter_context(averaging_whole_values(module.trainer.callbacks, self.whole_values))
+
+    def _leave_precision(self) -> None:
+        self._precision.update_context = nullcontext
+        self._precision.largest_of_parts = None
+        if self._window is not None and self._before_open in self._window.before_open:
+            self._window.before_open.remove(self._before_open)
 
     def shard_of(self, parameter: Tensor) -> ParameterShard | None:
         """Return the shard of a parameter that is cut into parts; None for others."""
@@ -204,8 +208,7 @@ class ShardedFit:
         finally:
             self._is_updating = False
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for shard in shards:
-                shard.write_whole_()
+            write_wholes_(shards)
             self.exchange.gather_(shards, [shard.whole for shard in shards], late=self._late)
 
     @contextmanager

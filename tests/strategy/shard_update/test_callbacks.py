@@ -135,12 +135,41 @@ def test_optimizer_state_that_a_callback_loads_stays_in_fp32(two_ranks, precisio
     assert_same(two_ranks, sgd, precision, callbacks=[at(on_train_batch_end=load_momentum)])
 
 
+def swa():
+    return pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict but in the checkpoint")
+@pytest.mark.long
+def test_stochastic_weight_averaging_averages_whole_masters(two_ranks):
+    scene = {"num": 2, "max_epochs": 3, "callbacks": [swa]}
+    whole, shared = (fit(two_ranks, sgd, "16-true", setting, **scene) for setting in ("off", "node"))
+    assert same([seen.weights for seen in whole], [seen.weights for seen in shared])
+
+
+def call_in_a_hook(trainer, module, outputs, batch, batch_idx):
+    """A callback's call of the module, in the context of a step."""
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        return module.training_step(batch, batch_idx).float()
+
+
+@pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
+def test_a_call_between_steps_in_the_context_of_one_gives_the_same(two_ranks, scope):
+    calls = []
+    for setting in ("off", scope["shard_update"]):
+        callbacks = [at(on_train_batch_end=call_in_a_hook)]
+        runs = fit(two_ranks, sgd, "16-true", **{**scope, "shard_update": setting}, num=2, callbacks=callbacks)
+        calls.append([seen.looks for seen in runs])
+    assert same(*calls)
+
+
 class StepsBySelf(Sizes):
     """A manual loop that steps torch's optimizer past Lightning, with a closure in every other step."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, has_closures=True, **options):
         super().__init__(*args, **options)
         self.automatic_optimization = False
+        self.has_closures = has_closures
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -151,7 +180,7 @@ class StepsBySelf(Sizes):
             self.manual_backward(loss)
             return loss
 
-        if batch_idx % 2:
+        if batch_idx % 2 and self.has_closures:
             optimizer.step(closure)
         else:
             closure()
@@ -161,6 +190,12 @@ class StepsBySelf(Sizes):
 @pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
 def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
     assert_same(two_ranks, sgd, "16-true", module=partial(StepsBySelf, sgd), **scope)
+
+
+def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
+    assert_same(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd, has_closures=False))
+    for seen in fit(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd), raises=True):
+        assert seen.error.startswith("RuntimeError: `closure` of SGD.step must go through Lightning's optimizer")
 
 
 def copies(trainer, module, *args):
