@@ -46,8 +46,11 @@ def runs_code_before_backward(module: LightningModule) -> bool:
     module_hooks = (*hooks, "optimizer_zero_grad")
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):
         return True
-    callbacks = module.trainer.callbacks
-    return any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for callback in callbacks for hook in hooks)
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks:
+        if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in hooks):
+            return True
+    return False
 
 
 def _observes(callback: object, trainer: Any) -> bool:
