@@ -95,7 +95,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Do nothing: `backward` does all."""
 
-    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward of the loss times its scale, in fp32; then put fp32 gradients, unscaled, into `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None

@@ -47,10 +47,8 @@ def runs_code_before_backward(module: LightningModule) -> bool:
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):
         return True
     trainer: Any = module.trainer
-    for callback in trainer.callbacks:
-        if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in hooks):
-            return True
-    return False
+    callbacks = trainer.callbacks
+    return any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for callback in callbacks for hook in hooks)
 
 
 def _observes(callback: object, trainer: Any) -> bool:

@@ -27,7 +27,7 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, chec
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
@@ -101,7 +101,7 @@ class HalfPrecisionWindow:
         return is_kept_type or is_reparametrised(module)
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
-        if parameter.dtype is not torch.float32 and parameter.dtype not in _HALF_DTYPES:
+        if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
             return False
         if parameter.is_meta and not self._on_meta:
             return False

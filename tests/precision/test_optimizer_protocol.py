@@ -85,9 +85,7 @@ def wherever_it_can(optimizer, device):
 
 
 # Steps are handed over where a GPU would, although a CPU's eager step is faster when the host decides.
-ASKED = [
-    f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "plugin")
-]
+ASKED = [f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "plugin")]
 AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 

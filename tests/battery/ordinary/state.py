@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric, SumMetric
 
-from tests.battery.case import HALF, HALF_SHOWS, Row, row
+from tests.battery.case import HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
 
 
