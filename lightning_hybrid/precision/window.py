@@ -125,6 +125,22 @@ class HalfPrecisionWindow:
         """Return the pair of a parameter, or None if it keeps its own dtype or is unknown."""
         return self.pairs.get(id(parameter))
 
+    def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
+        """Show a tensor that takes the place of a parameter in both precisions too, until `remove_stand_in`.
+
+        Nothing happens while the window is open, where the stand-in was made of the half-precision copy, or if the
+        parameter keeps its own dtype.
+        """
+        pair = self.pair_of(parameter)
+        if pair is not None and not self.is_open:
+            self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
+
+    def remove_stand_in(self, stand_in: Tensor) -> None:
+        """Forget what `add_stand_in` has added."""
+        pair = self.pairs.pop(id(stand_in), None)
+        if pair is not None:
+            pair.close()
+
     # ---- open and close ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
