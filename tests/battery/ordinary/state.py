@@ -121,8 +121,6 @@ ROWS = {
 
 
 class AveragedInside(Row):
-    refused = HALF_SHOWS
-
     def build(self):
         super().build()
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
