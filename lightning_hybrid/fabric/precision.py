@@ -5,7 +5,8 @@ It does what `plugin.py` does in the Trainer's manual optimization, for any numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
@@ -76,6 +78,21 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Run under autocast; an error about half-precision dtypes gets a note with the cure."""
+        with self._add_cure_to_errors(), super().forward_context():
+            yield
+
+    @contextmanager
+    def _add_cure_to_errors(self) -> Iterator[None]:
+        # The Trainer reports an error to its strategy. Fabric does not: it is caught on its way to the user.
+        try:
+            yield
+        except Exception as error:
+            add_cure(error, self.precision)
+            raise
+
     def convert_output(self, data: Any) -> Any:
         """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
         return apply_to_collection(data, Tensor, lambda one: one.float() if one.dtype is self.dtype else one)
@@ -88,7 +105,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward of the loss times its scale, in fp32: a half-precision one would overflow."""
-        super().backward(tensor if self._scale is None else tensor.float() * self._scale, *args, **kwargs)
+        with self._add_cure_to_errors():
+            super().backward(tensor if self._scale is None else tensor.float() * self._scale, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Put fp32 gradients, unscaled, into `p.grad`."""
@@ -108,7 +126,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None
         found_inf = self._unscale_(optimizer, state)
-        self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
+        with self._add_cure_to_errors():
+            self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)
