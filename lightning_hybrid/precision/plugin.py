@@ -19,7 +19,7 @@ from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.gradient_observers import grads_are_observed, runs_code_before_backward
-from lightning_hybrid.precision.gradients import BackwardGradients
+from lightning_hybrid.precision.gradients import BackwardGradients, record_of
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.microbatches import MicrobatchMixin
 from lightning_hybrid.precision.optimizer_protocol import (
@@ -524,6 +524,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self.optimizer_steps.of(optimizer)
 
     def _has_overflowed_for_user(self, optimizer: Optimizer) -> bool:
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        if all(record_of(gradient) is None for gradient in gradients):
+            return False  # user code has made them: no loss scale was in them, and none of ours counts this step
         state = self._state_for_user(optimizer)
         found_inf = self._verdict(optimizer, state)
         if found_inf is None:
