@@ -12,7 +12,7 @@ from lightning_hybrid.lightning_names import lightning_types
 
 
 def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
-    """Return the averages of Lightning's averaging callbacks, and of callbacks of more classes by `names`, once made."""
+    """Return the averages of Lightning's averaging callbacks, and of callbacks of more classes by `names`."""
     types: list[Any] = []
     for name in ("WeightAveraging", *names):
         types.extend(lightning_types(f"pytorch.callbacks.{name}"))

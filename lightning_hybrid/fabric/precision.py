@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
+from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure
 from lightning_hybrid.precision.plugin import MasterWeightMixin
@@ -79,11 +80,21 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run a forward on half-precision parameters under autocast."""
+        """Run a forward on half-precision parameters under autocast; errors about dtypes get a note with the cure."""
         assert self.gradients is not None
         # DDP may make its buckets again in a forward, and would round the gradients that it finds.
-        with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
+        hidden = self.gradients.hidden(list(self._modules.parameters()))
+        with self._add_cure_to_errors(), hidden, super().forward_context():
             yield
+
+    @contextmanager
+    def _add_cure_to_errors(self) -> Iterator[None]:
+        # The Trainer reports an error to its strategy. Fabric does not: it is caught on its way to the user.
+        try:
+            yield
+        except Exception as error:
+            add_cure(error, self.precision)
+            raise
 
     def convert_output(self, data: Any) -> Any:
         """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
@@ -95,12 +106,12 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
         """Do nothing: `backward` does all."""
 
-    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward of the loss times its scale, in fp32; then put fp32 gradients, unscaled, into `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
-        with self.window.opened():
+        with self._add_cure_to_errors(), self.window.opened():
             loss = self._begin_backward(tensor, parameters)
             with self._in_backward(parameters):
                 self.gradients.add_outside_terms(loss)
@@ -125,7 +136,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return self._step_on_closure(optimizer, state, closure, **kwargs)
         result = None if closure is None else closure()
         found_inf = self._verdict(optimizer, state)
-        self._step_or_skip(optimizer, state, found_inf, **kwargs)
+        with self._add_cure_to_errors():
+            self._step_or_skip(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)
@@ -145,7 +157,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return bool(found_inf)
 
         step = ClosureStep(self.window, evaluate=closure, has_overflowed=has_overflowed)
-        with self._running_step():
+        with self._running_step(optimizer):
             result = step.run(optimizer, **kwargs)
         if step.was_skipped:
             state.skip_flag = SkipFlag(True)

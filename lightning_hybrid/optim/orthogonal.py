@@ -179,9 +179,8 @@ def orthogonalized(*tensors: Tensor) -> list[Tensor]:
     # `flatten` goes by the dimensions, not by memory: a channels_last kernel gives the same matrix.
     matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
     is_tall = matrices.shape[1] > matrices.shape[2]
-    found = _iterated(matrices.mT if is_tall else matrices)
-    found = (found.mT if is_tall else found).to(result_dtype(tensors[0].dtype))
-    return [each.reshape(shape) for each in found]
+    results = _iterated(matrices.mT).mT if is_tall else _iterated(matrices)
+    return [result.reshape(shape) for result in results.to(result_dtype(tensors[0].dtype))]
 
 
 def orthogonalized_all(
@@ -202,25 +201,32 @@ def orthogonalized_all(
     `tensor_of` returns a tensor, float32 or float64, by its index; with `group` it is called for this rank's part only.
     `together`: whether those of equal shapes are multiplied as a batch.
     """
-    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    owners = owners_by_flops(shapes, num_ranks)
-    parts = [[index for index, owner in enumerate(owners) if owner == one] for one in range(num_ranks)]
+    num_ranks = 1
+    rank = 0
+    if group is not None:
+        num_ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
+    indices_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, owner in enumerate(owners_by_flops(shapes, num_ranks)):
+        indices_of_ranks[owner].append(index)
+
     results: list[Tensor] = [torch.empty(0)] * len(shapes)
-    for indices in _batches(shapes, parts[rank], together=together):
-        for index, result in zip(indices, orthogonalized(*map(tensor_of, indices)), strict=True):
+    for batch in _batches(shapes, indices_of_ranks[rank], together=together):
+        for index, result in zip(batch, orthogonalized(*map(tensor_of, batch)), strict=True):
             results[index] = result
     if group is None:
         return results
-    works: list[Any] = []  # none is None: this rank is in the group
-    for owner, part in enumerate(parts):
-        if not part:
+
+    works: list[Any] = []  # never None, because this rank is in the group
+    for owner, indices in enumerate(indices_of_ranks):
+        if not indices:
             continue
-        sizes = [shapes[index].numel() for index in part]
         if owner == rank:
-            flat = torch.cat([results[index].reshape(-1) for index in part])
+            flat = torch.cat([results[index].reshape(-1) for index in indices])
         else:
+            sizes = [shapes[index].numel() for index in indices]
             flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
-            for index, piece in zip(part, flat.split(sizes), strict=True):
+            for index, piece in zip(indices, flat.split(sizes), strict=True):
                 results[index] = piece.view(shapes[index])
         works.append(dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True))
     for work in works:
@@ -234,10 +240,13 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
     """
-    loads, owners = [0] * num_ranks, [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda index: num_flops(shapes[index]), reverse=True):
-        owners[index] = min(range(num_ranks), key=loads.__getitem__)
-        loads[owners[index]] += num_flops(shapes[index])
+    flops = [num_flops(shape) for shape in shapes]
+    loads = [0] * num_ranks
+    owners = [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=flops.__getitem__, reverse=True):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += flops[index]
     return owners
 
 
@@ -257,14 +266,18 @@ def _batches(shapes: Sequence[torch.Size], indices: Sequence[int], *, together: 
 
 def _iterated(matrices: Tensor) -> Tensor:
     """Iterate on a batch `"matrix row column"`, none with more rows than columns."""
-    # Twice: the squares of very small or large elements would leave the range of float32.
-    found = matrices / matrices.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(matrices.dtype).tiny)
-    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=1.0)  # 0 of zeros alone
-    if found.device.type != "cpu" and found.dtype != torch.float64:
-        found = found.bfloat16()  # its range holds the small elements of large matrices, which float16's does not
+    # Scaled twice: the squares of very small or large elements would leave the range of float32.
+    largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
+    iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)
+    norms = torch.linalg.vector_norm(iterate, dim=(1, 2), keepdim=True)
+    iterate = iterate / norms.clamp(min=1.0)  # below 1 only for a matrix of zeros
+    if iterate.device.type != "cpu" and iterate.dtype != torch.float64:
+        # The range of bfloat16 holds the small elements of large matrices, unlike that of float16.
+        iterate = iterate.bfloat16()
     # A manual loop steps inside of `training_step`, and so of its autocast, which would multiply in another dtype.
-    with torch.autocast(found.device.type, enabled=False):
+    with torch.autocast(iterate.device.type, enabled=False):
         for _ in range(NUM_ITERATIONS):
-            gram = found @ found.mT
-            found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
-    return found
+            gram = iterate @ iterate.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+            iterate = torch.baddbmm(iterate, polynomial, iterate, beta=_A)
+    return iterate

@@ -5,7 +5,7 @@ If nothing does, LARS and LAMB take the half-precision gradients as they are, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ def grads_are_observed(optimizers: Iterable[Optimizer], module: LightningModule)
         return True
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in _MODULE_HOOKS):
         return True
-    if any(_observes(callback) for callback in trainer.callbacks):
+    if any(_observes(callback, trainer) for callback in trainer.callbacks):
         return True
     return any(_has_step_hooks(optimizer) for optimizer in optimizers)
 
@@ -46,15 +46,20 @@ def runs_code_before_backward(module: LightningModule) -> bool:
     module_hooks = (*hooks, "optimizer_zero_grad")
     if any(is_overridden(hook, module, "pytorch.LightningModule") for hook in module_hooks):
         return True
-    callbacks = module.trainer.callbacks
+    trainer: Any = module.trainer
+    callbacks = trainer.callbacks
     return any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for callback in callbacks for hook in hooks)
 
 
-def _observes(callback: object) -> bool:
+def _observes(callback: object, trainer: Any) -> bool:
     if any(is_overridden(hook, callback, "pytorch.callbacks.Callback") for hook in _CALLBACK_HOOKS):
         return True
-    # Progress bars and the like have this hook, and do not look at gradients.
+    # Callbacks of this library say when they read gradients: at logged steps, say. Progress bars and the like have the
+    # hook below, and do not look at gradients.
+    reads_gradients: Callable[[Any], bool] | None = getattr(callback, "reads_gradients", None)
     library = type(callback).__module__.partition(".")[0]
+    if library == "lightning_hybrid" and reads_gradients is not None:
+        return reads_gradients(trainer)
     return library not in _LIBRARIES and is_overridden("on_train_batch_end", callback, "pytorch.callbacks.Callback")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.precision.loss_scale import unscale_
-from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.window import HALF_DTYPES, HalfPrecisionWindow
 
 _BLOCK_NUMEL = 1 << 26
 """Elements that are converted to fp32 at a time where they are added to a sum: 256 MiB."""
@@ -39,7 +39,7 @@ def record_of(gradient: Tensor) -> GradientRecord | None:
 
 
 class GradientMemory:
-    """Memory of fp32 gradients on a CPU, used again once nobody holds the gradient that was in it.
+    """Memory of fp32 gradients on a CPU, used again once the gradient that was in it is gone.
 
     Fresh pages cost five times what the conversion does. A device's allocator has memory at hand.
     """
@@ -63,7 +63,7 @@ class GradientMemory:
         return torch.empty(0, dtype=torch.float32).set_(storage, 0, layout.size(), layout.stride())
 
     def clear(self) -> None:
-        """Free the memory that nobody holds."""
+        """Free the memory that no gradient uses."""
         self._storages.clear()
 
 
@@ -71,7 +71,7 @@ class BackwardGradients:
     """The gradients of a window's modules before, in and after each backward.
 
     `scaled`: gradients that were left as backward made them, by `id` of their parameter, for an optimizer that unscales
-    them in its step. Nobody else sees them. `unscaled_in_step`: those that such a step has used, for errors.
+    them in its step, out of sight of all other code. `unscaled_in_step`: those that such a step has used, for errors.
     """
 
     def __init__(self, window: HalfPrecisionWindow) -> None:
@@ -101,7 +101,7 @@ class BackwardGradients:
         sums: list[Tensor] = []
         for parameter in parameters:
             gradient = parameter.grad
-            self._empty(parameter)
+            _empty(parameter)
             if gradient is None:
                 continue
             record = record_of(gradient)
@@ -122,13 +122,6 @@ class BackwardGradients:
         torch._foreach_copy_(rounded, sums)
         for parameter, gradient in zip(parameters, rounded, strict=True):
             parameter.grad = gradient
-
-    def _empty(self, parameter: nn.Parameter) -> None:
-        pair = self._window.pair_of(parameter)
-        if pair is None:
-            parameter.grad = None
-        else:
-            pair.hide_gradient()
 
     @torch.no_grad()
     def add_outside_terms(self, loss: Tensor) -> None:
@@ -178,7 +171,7 @@ class BackwardGradients:
         for group in groups:
             for parameter in group:
                 if parameter.grad is None:
-                    self._show(parameter, self._aside.pop(id(parameter), None))
+                    _show(parameter, self._aside.pop(id(parameter), None))
         self._aside.clear()
 
     def keep_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -187,14 +180,14 @@ class BackwardGradients:
         for parameter in parameters:
             if parameter.grad is not None:
                 self.scaled[id(parameter)] = parameter.grad
-                self._empty(parameter)
+                _empty(parameter)
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop what a backward has made that raised an error; what was there before it is there again."""
         self._drop_outside_terms()
         for parameter in parameters:
-            self._show(parameter, self._aside.pop(id(parameter), None))
+            _show(parameter, self._aside.pop(id(parameter), None))
 
     def _drop_outside_terms(self) -> None:
         # The backward of everything has made them again.
@@ -237,7 +230,7 @@ class BackwardGradients:
                 # A sum may hold an inf of an earlier backward: it is looked through once more before the step.
                 record.found_inf = None
             vars(total)["_half_precision_record"] = record
-            self._show(parameter, total)
+            _show(parameter, total)
 
     def _add_to_sums(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         sums: list[Tensor] = []
@@ -273,13 +266,6 @@ class BackwardGradients:
         if targets:
             torch._foreach_copy_(targets, half_gradients)
         return converted
-
-    def _show(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        pair = self._window.pair_of(parameter)
-        if pair is None:
-            parameter.grad = gradient
-        else:
-            pair.show_gradient(gradient)
 
     # ---- step --------------------------------------------------------------------------------------------------------
 
@@ -343,6 +329,19 @@ class BackwardGradients:
         self.scaled.clear()
         self.unscaled_in_step.clear()
         self._memory.clear()
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    # The dtype decides, not the window: with `shard_update` some parameters are in half precision and have no pair.
+    parameter.grad = None
+    parameter.grad_dtype = parameter.dtype  # backward casts what it brings
+
+
+def _show(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    parameter.grad = None
+    if parameter.dtype in HALF_DTYPES:
+        parameter.grad_dtype = None  # allows fp32 gradients
+    parameter.grad = gradient
 
 
 def _refuse_sparse(gradient: Tensor) -> None:

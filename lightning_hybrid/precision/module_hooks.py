@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from lightning_hybrid.precision.window import HalfPrecisionWindow
+from lightning_hybrid.precision.parameter_pair import ParameterPair
+
+
+class Window(Protocol):
+    """The window for which the hooks act."""
+
+    is_open: bool
+
+    def pair_of(self, parameter: Tensor) -> ParameterPair | None:
+        """Return the pair of a parameter, or None."""
 
 
 class ModuleHooks:
@@ -30,7 +38,7 @@ class ModuleHooks:
         dtype: what normalisation layers return.
     """
 
-    def __init__(self, window: HalfPrecisionWindow, dtype: torch.dtype) -> None:
+    def __init__(self, window: Window, dtype: torch.dtype) -> None:
         self._window = window
         self._dtype = dtype
         self._normalisation_layers: list[nn.Module] = []
@@ -52,8 +60,8 @@ class ModuleHooks:
             return
         self._with_state_hooks.add(module)
         self._permanent += [
-            module.register_state_dict_post_hook(_Hook(self._give_fp32)),
-            module.register_load_state_dict_pre_hook(_Hook(self._take_fp32)),
+            module.register_state_dict_post_hook(ModuleHook(self._give_fp32)),
+            module.register_load_state_dict_pre_hook(ModuleHook(self._take_fp32)),
         ]
 
     def refuse_other_threads(self, module: nn.Module) -> None:
@@ -67,11 +75,11 @@ class ModuleHooks:
         self._thread = threading.get_ident()
         for layer in self._normalisation_layers:
             self._attached += [
-                layer.register_forward_pre_hook(_Hook(self._inputs_to_fp32), with_kwargs=True),
-                layer.register_forward_hook(_Hook(self._outputs_to_half)),
+                layer.register_forward_pre_hook(ModuleHook(self._inputs_to_fp32), with_kwargs=True),
+                layer.register_forward_hook(ModuleHook(self._outputs_to_half)),
             ]
         for module in self._checked_modules:
-            self._attached.append(module.register_forward_pre_hook(_Hook(self._check_thread), prepend=True))
+            self._attached.append(module.register_forward_pre_hook(ModuleHook(self._check_thread), prepend=True))
 
     def detach(self) -> None:
         """Take the hooks of forward off again."""
@@ -136,15 +144,16 @@ class ModuleHooks:
                 pair.load_(value)
 
 
-class _Hook(partial[Any]):
-    # A copy or pickle does nothing: hooks of a copied module must not reach the parameters of the original.
+class ModuleHook(partial[Any]):
+    """A hook whose copies and pickles do nothing: those of a copied module must not reach the original."""
+
     __name__ = "half_precision_hook"  # TorchScript asks for it
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_do_nothing)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(_do_nothing)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_do_nothing,)
+        return ModuleHook, (_do_nothing,)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

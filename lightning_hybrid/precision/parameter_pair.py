@@ -34,6 +34,9 @@ class ParameterPair:
         name: the parameter's name, for errors.
         parameter: an fp32 parameter.
         dtype: `torch.float16` or `torch.bfloat16`.
+
+    Attributes:
+        was_written: whether user code was seen to write the copy, whose values are rounded.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -44,6 +47,7 @@ class ParameterPair:
         self._hidden = nn.Parameter(half, requires_grad=parameter.requires_grad)
         # The address of the C++ tensor tells which side is shown, also after an interrupt between two statements.
         self._half_address: int = self._hidden._cdata
+        self.was_written = False
         # How often torch had counted a write to each side when the copy was made.
         self._fp32_version: int = parameter._version
         self._half_version: int = self._hidden._version
@@ -133,13 +137,13 @@ class ParameterPair:
 
     def is_exact_cast(self) -> bool:
         """Return whether the copy has the bits of the fp32 value, rounded. Waits for the device."""
-        return _is_rounded(self.half.detach(), self.fp32.detach())
+        return is_rounded(self.half.detach(), self.fp32.detach())
 
     @property
     def is_written_as_fp32(self) -> bool:
         """Whether the fp32 value was written inside of the step, through another tensor in its memory.
 
-        A value of a state dict is such a tensor. The copy, which nobody has written, is then the old one.
+        A value of a state dict is such a tensor. The copy, which was not written, is then out of date.
         """
         return self.fp32._version != self._fp32_version and self.half._version == self._half_version
 
@@ -149,8 +153,8 @@ class ParameterPair:
 
             fp32 <- where(half == half_dtype(fp32), fp32, half)
 
-        Elements that nobody wrote keep all fp32 bits. On a CPU nothing is written if nothing differs. On other devices
-        the host does not wait for the answer.
+        Elements that were not written keep all fp32 bits. On a CPU nothing is written if nothing differs. On other
+        devices the host does not wait for the answer.
         """
         self.check_dtype()
         if self.is_written_as_fp32:
@@ -161,9 +165,10 @@ class ParameterPair:
             return
         if self.is_exact_cast():
             return
+        self.was_written = True
         half = self.half.detach()
         fp32 = self.fp32.detach()
-        fp32.copy_(torch.where(_bits(fp32.to(self.dtype)) == _bits(half), fp32, half.float()))
+        fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
         self._fp32_version = self.fp32._version
         self._half_version = self.half._version
 
@@ -179,7 +184,7 @@ class ParameterPair:
         value = self.fp32.data
         if cast is None:
             cast = value.to(self.dtype)
-        torch.where(_bits(cast) == _bits(half), value, half, out=value)
+        torch.where(bits_of(cast) == bits_of(half), value, half, out=value)
 
     def check_dtype(self) -> None:
         """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
@@ -234,8 +239,13 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 
 @torch.no_grad()
-def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
+def take_writes_(pairs: Iterable[ParameterPair], *, asks: bool = False) -> None:
+    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists.
+
+    Args:
+        pairs: open.
+        asks: whether the host waits for the device to know what `was_written`. On a CPU it always knows.
+    """
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:
@@ -246,15 +256,17 @@ def take_writes_(pairs: Iterable[ParameterPair]) -> None:
         block.append(pair)
         numel += pair.half.numel()
         if numel >= _BLOCK_ON_DEVICE:
-            _take_writes_of_block_(block)
+            _take_writes_of_block_(block, asks=asks)
             block = []
             numel = 0
-    _take_writes_of_block_(block)
+    _take_writes_of_block_(block, asks=asks)
 
 
-def _take_writes_of_block_(block: list[ParameterPair]) -> None:
+def _take_writes_of_block_(block: list[ParameterPair], *, asks: bool) -> None:
     if not block:
         return
+    for pair in block if asks else ():
+        pair.was_written |= not pair.is_exact_cast()
     casts = [torch.empty_like(pair.half.detach()) for pair in block]
     torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
     for pair, cast in zip(block, casts, strict=True):
@@ -301,9 +313,10 @@ def check_exchange() -> None:
         )
 
 
-def _is_rounded(half: Tensor, fp32: Tensor) -> bool:
+def is_rounded(half: Tensor, fp32: Tensor) -> bool:
+    """Return whether `half` has the bits of `fp32`, rounded. Waits for the device."""
     if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
-        return torch.equal(_bits(half), _bits(fp32.to(half.dtype)))
+        return torch.equal(bits_of(half), bits_of(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
     fp32_blocks = flattened(fp32, fp32).split(_BLOCK)
     expected = torch.empty(_BLOCK, dtype=half.dtype)
@@ -317,9 +330,10 @@ def _is_rounded(half: Tensor, fp32: Tensor) -> bool:
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     # Four elements at a time, where `torch.equal` would compare them one by one.
     if first.numel() % 4 or first.storage_offset() % 4 or second.storage_offset() % 4:
-        return torch.equal(_bits(first), _bits(second))
+        return torch.equal(bits_of(first), bits_of(second))
     return torch.equal(first.view(torch.int64), second.view(torch.int64))
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a half-precision tensor as integers. They compare equal for equal NaN too."""
     return tensor.view(torch.int16)

@@ -7,7 +7,7 @@ step, then checkpoint, then teardown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.gradient_observers import grads_are_observed, runs_code_before_backward
-from lightning_hybrid.precision.gradients import BackwardGradients
+from lightning_hybrid.precision.gradients import BackwardGradients, record_of
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.precision.microbatches import MicrobatchMixin
 from lightning_hybrid.precision.optimizer_protocol import (
@@ -120,6 +120,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._full_accumulation = FullAccumulation()
         # Of the ranks' parts, where they share the update: the largest gradient. Collective.
         self.largest_of_parts: Callable[[Iterator[Tensor]], Tensor] | None = None
+        # Entered around every step of an optimizer that trains parameters of the module.
+        self.update_context: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -184,6 +186,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             owns=self._owns,
             has_overflowed=self._has_overflowed_for_user,
             evaluate=self._evaluate_for_user,
+            update_context=lambda optimizer: self.update_context(optimizer),
         )
 
     def _end_window(self) -> None:
@@ -341,7 +344,11 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _may_keep_scaled(self, module: LightningModule) -> bool:
         """Return whether the optimizers unscale the gradients of this backward in their steps, unseen by others."""
-        if not self._is_automatic or not self._is_last_backward():
+        return self._is_last_backward() and self.steps_on_scaled(module)
+
+    def steps_on_scaled(self, module: LightningModule) -> bool:
+        """Return whether nothing but the steps of optimizers looks at gradients, and these take them scaled."""
+        if not module.automatic_optimization:
             return False
         optimizers = module.trainer.strategy.optimizers
         if not all(takes_scaled_gradients(one, self._device) and self._decides_alone(one) for one in optimizers):
@@ -419,12 +426,12 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self._agreed(self.gradients.found_inf(parameters_of(optimizer), device=self._device))
 
     @contextmanager
-    def _running_step(self) -> Iterator[None]:
+    def _running_step(self, optimizer: Optimizer) -> Iterator[None]:
         # A manual loop steps inside of `training_step`, and so of its autocast.
         assert self._user_steps is not None
         self._user_steps.are_ignored = True
         try:
-            with torch.autocast(self._compute_device.type, enabled=False):
+            with torch.autocast(self._compute_device.type, enabled=False), self.update_context(optimizer):
                 yield
         finally:
             self._user_steps.are_ignored = False
@@ -432,7 +439,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _step_on_scaled(self, optimizer: Optimizer, state: OptimizerStepState, **kwargs: Any) -> Tensor | None:
         assert self.gradients is not None
         given = self.gradients.given_scaled(list(parameters_of(optimizer)))
-        with given, temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None), self._running_step():
+        scaling = temporary_attributes(optimizer, grad_scale=state.grad_scale, found_inf=None)
+        with given, scaling, self._running_step(optimizer):
             optimizer.step(**kwargs)
         if state.loss_scale is None:
             return None
@@ -444,18 +452,19 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self, optimizer: Optimizer, state: OptimizerStepState, found_inf: Tensor | None, **kwargs: Any
     ) -> None:
         if found_inf is None:
-            with self._running_step():
+            with self._running_step(optimizer):
                 optimizer.step(**kwargs)
             return
         if supports_device_skip(optimizer, self._device):
-            prepare_to_skip_(optimizer)
-            with temporary_attributes(optimizer, grad_scale=None, found_inf=found_inf), self._running_step():
+            scaling = temporary_attributes(optimizer, grad_scale=None, found_inf=found_inf)
+            with scaling, self._running_step(optimizer):
+                prepare_to_skip_(optimizer)
                 optimizer.step(**kwargs)
             return
         # An optimizer that cannot skip by itself makes the host wait for the device here, once per step.
         state.skip_flag = SkipFlag(bool(found_inf))
         if not state.skip_flag.was_skipped():
-            with self._running_step():
+            with self._running_step(optimizer):
                 optimizer.step(**kwargs)
 
     def _step_with_closure(
@@ -480,9 +489,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             return bool(found_inf)
 
         step = ClosureStep(self.window, evaluate=evaluate, has_overflowed=has_overflowed)
-        with self.window.shut():
-            with self._running_step():
-                result = step.run(optimizer, **kwargs)
+        with self.window.shut(), self._running_step(optimizer):
+            result = step.run(optimizer, **kwargs)
         if step.was_skipped:
             state.skip_flag = SkipFlag(True)
         return result
@@ -499,7 +507,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _is_automatic(self) -> bool:
         return getattr(self._module, "automatic_optimization", True)
 
-    # ---- steps that user code makes past Lightning ---------------------------------------------------------------------
+    # ---- steps that user code makes past Lightning -----------------------------------------------------------------
 
     def _owns(self, optimizer: Optimizer) -> bool:
         if self._module is None:
@@ -516,6 +524,9 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self.optimizer_steps.of(optimizer)
 
     def _has_overflowed_for_user(self, optimizer: Optimizer) -> bool:
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        if all(record_of(gradient) is None for gradient in gradients):
+            return False  # user code has made them: no loss scale was in them, and none of ours counts this step
         state = self._state_for_user(optimizer)
         found_inf = self._verdict(optimizer, state)
         if found_inf is None:
@@ -591,6 +602,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._last_loss = None
         self._scale = None
         self.largest_of_parts = None
+        self.update_context = nullcontext
         self._has_strategy = False
         self._is_last_backward = partial(bool, True)
         self._flush_backward = torch.is_tensor

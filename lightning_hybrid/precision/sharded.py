@@ -54,7 +54,7 @@ class _ShardsStay(TorchFunctionMode):
 class CallsOutsideOfSteps:
     """Hooks that let a call of a sharded module, or of a child of it, outside of a step run as in one.
 
-    FSDP gathers half-precision parameters for every call, whoever makes it. They need the context of a step.
+    FSDP gathers half-precision parameters for calls by user code, too. They need the context of a step.
 
     Args:
         module: the LightningModule.

@@ -6,6 +6,7 @@ Such a step runs outside of the window, on fp32 parameters with fp32 gradients, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ class UserSteps:
         owns: returns whether an optimizer trains parameters of the run.
         has_overflowed: returns whether the gradients of an optimizer hold inf or nan, after counting the step.
         evaluate: evaluates a closure in an open window and closes it.
+        update_context: is entered around the update, and left while a closure is evaluated.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class UserSteps:
         owns: Callable[[Optimizer], bool],
         has_overflowed: Callable[[Optimizer], bool],
         evaluate: Callable[[Callable[[], Any]], Any],
+        update_context: Callable[[Optimizer], AbstractContextManager[Any]],
     ) -> None:
         self._window = window
         self._owns = owns
         self._has_overflowed = has_overflowed
         self._evaluate = evaluate
-        self._reopens_after: Optimizer | None = None
+        self._update_context = update_context
+        self._stepping: Optimizer | None = None
+        self._entered: AbstractContextManager[Any] | None = None
+        self._reopens = False
         self.are_ignored = False  # while Lightning's own step runs
         self.is_in_backward = False
         self._handles = [
@@ -47,7 +53,10 @@ class UserSteps:
         ]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.are_ignored or self._reopens_after is not None or not self._owns(optimizer):
+        if self.are_ignored or not self._owns(optimizer):
+            return None
+        # A wrapped optimizer steps within its wrapper's step. One that steps twice has raised an error the first time.
+        if self._stepping is not None and self._stepping is not optimizer:
             return None
         if self.is_in_backward:
             raise RuntimeError(
@@ -55,25 +64,47 @@ class UserSteps:
                 "precision, multiplied by the loss scale and not yet averaged over ranks. Step after `backward`, or "
                 'use precision="32-true".'
             )
-        if self._window.is_open:
-            self._reopens_after = optimizer
-            self._window.close()
+        self._stepping = optimizer
+        self._reopens = self._window.is_open
+        self._window.close()
         if self._has_overflowed(optimizer):
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         closure = closure_in(args, kwargs)
-        if closure is None or self._reopens_after is None:
+        self._enter()
+        if closure is None:
             return None
-        return (args[0],), {**kwargs, "closure": partial(self._evaluate, closure)}
+        return (args[0],), {**kwargs, "closure": partial(self._evaluate_outside, closure, self._reopens)}
+
+    def _enter(self) -> None:
+        assert self._stepping is not None
+        self._entered = self._update_context(self._stepping)
+        self._entered.__enter__()
+
+    def _leave(self) -> None:
+        entered = self._entered
+        self._entered = None
+        if entered is not None:
+            entered.__exit__(None, None, None)
+
+    def _evaluate_outside(self, closure: Callable[[], Any], was_open: bool) -> Any:
+        self._leave()
+        result = self._evaluate(closure) if was_open else closure()
+        self._enter()
+        return result
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._reopens_after is optimizer:
-            self._reopens_after = None
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        self._leave()
+        if self._reopens:
             self._window.open()
 
     def begin_step(self) -> None:
-        """Begin a training step: a step of an optimizer that raised an error has left nothing to reopen."""
-        self._reopens_after = None
+        """Begin a training step: a step of an optimizer that raised an error has left nothing to end."""
+        self._stepping = None
+        self._entered = None
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
@@ -27,7 +28,10 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, chec
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_NUM_ASKED = 3
+"""Closings after which a device is asked whether user code has written parameters inside, for a warning."""
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class HalfPrecisionWindow:
@@ -67,6 +71,8 @@ class HalfPrecisionWindow:
         self._frozen = frozen
         self._on_meta = on_meta
         self._modules: list[nn.Module] = []
+        self._num_closed = 0
+        self._has_warned = False
         self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
         self.add(module)
 
@@ -101,7 +107,7 @@ class HalfPrecisionWindow:
         return is_kept_type or is_reparametrised(module)
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
-        if parameter.dtype is not torch.float32 and parameter.dtype not in _HALF_DTYPES:
+        if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
             return False
         if parameter.is_meta and not self._on_meta:
             return False
@@ -118,6 +124,22 @@ class HalfPrecisionWindow:
     def pair_of(self, parameter: Tensor) -> ParameterPair | None:
         """Return the pair of a parameter, or None if it keeps its own dtype or is unknown."""
         return self.pairs.get(id(parameter))
+
+    def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
+        """Show a tensor that takes the place of a parameter in both precisions too, until `remove_stand_in`.
+
+        Nothing happens while the window is open, where the stand-in was made of the half-precision copy, or if the
+        parameter keeps its own dtype.
+        """
+        pair = self.pair_of(parameter)
+        if pair is not None and not self.is_open:
+            self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
+
+    def remove_stand_in(self, stand_in: Tensor) -> None:
+        """Forget what `add_stand_in` has added."""
+        pair = self.pairs.pop(id(stand_in), None)
+        if pair is not None:
+            pair.close()
 
     # ---- open and close ----------------------------------------------------------------------------------------------
 
@@ -138,11 +160,25 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
+            asks = self._num_closed < _NUM_ASKED
+            take_writes_((pair for pair in self.pairs.values() if pair.is_open), asks=asks)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False
+        self._num_closed += 1
+        self._warn_of_writes_inside()
         self._refresh_pruned_weights()
+
+    def _warn_of_writes_inside(self) -> None:
+        written = next((pair for pair in self.pairs.values() if pair.was_written), None)
+        if written is None or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"`{written.name}` was written inside of a training step, where parameters are in half precision: the "
+            f"values went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. Write "
+            "parameters between steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
+        )
 
     def _exchange(self, *, to_fp32: bool = False) -> None:
         # Autocast keeps casts of parameters, by references that forbid an exchange, and of values that now change.

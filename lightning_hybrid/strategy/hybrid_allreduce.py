@@ -399,9 +399,9 @@ class HybridAllReduce(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state. Collective where an extension makes it so."""
-        with self._outside_of_steps():
-            with nullcontext() if self._extensions is None else self._extensions.reading_module():
-                return super().lightning_module_state_dict()
+        reading = nullcontext() if self._extensions is None else self._extensions.reading_module()
+        with self._outside_of_steps(), reading:
+            return super().lightning_module_state_dict()
 
     def _outside_of_steps(self) -> AbstractContextManager[None]:
         """Return a context in which parameters are fp32, also where user code saves from inside of a step."""

@@ -85,9 +85,7 @@ def wherever_it_can(optimizer, device):
 
 
 # Steps are handed over where a GPU would, although a CPU's eager step is faster when the host decides.
-ASKED = [
-    f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "plugin")
-]
+ASKED = [f"lightning_hybrid.precision.{module}.supports_device_skip" for module in ("optimizer_protocol", "plugin")]
 AS_ON_CUDA = [(place, wherever_it_can) for place in ASKED]
 
 
@@ -223,7 +221,7 @@ def host_reads(ranks, optimizer, *callbacks, **scene):
     """Of each rank. A comparison that answers at once saves memory traffic on a CPU; on CUDA it is not asked."""
     counting = at(on_train_batch_start=begin_to_count, on_train_batch_end=end_of_count)
     scene |= {"callbacks": [counting, *callbacks], "max_epochs": 1, "train": partial(toy.loader, 128)}
-    scene |= {"patches": [("lightning_hybrid.precision.parameter_pair._is_rounded", never)], "log_every_n_steps": 50}
+    scene |= {"patches": [("lightning_hybrid.precision.parameter_pair.is_rounded", never)], "log_every_n_steps": 50}
     return [seen.looks["on_train_batch_end"][0] for seen, _ in run(ranks, optimizer, **scene)]
 
 

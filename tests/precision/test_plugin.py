@@ -108,7 +108,6 @@ class HalfLoss(ExactModule):
     def training_step(self, batch, batch_idx):
         return (self.weight * 0).sum() + 2 + self.global_rank
 
-
     def backward(self, loss):
         self.scaled_loss = loss.detach()
         super().backward(loss)

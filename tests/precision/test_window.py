@@ -106,7 +106,7 @@ def test_closing_takes_over_what_was_written_inside_and_nothing_else():
     value = torch.tensor([1.0 + 2**-12, 2.0 + 2**-11, 3.1, -0.0])
     parameter = nn.Parameter(value.clone())
     window = HalfPrecisionWindow(nn.ParameterList([parameter]), F16)
-    with window.opened():
+    with pytest.warns(UserWarning, match="was written inside"), window.opened():
         parameter.data[2] = 0.1
     assert torch.equal(parameter.detach(), torch.tensor([value[0], value[1], torch.tensor(0.1).half().float(), -0.0]))
 
@@ -117,7 +117,7 @@ def test_a_write_into_one_element_of_a_large_tensor_is_found(layout):
     parameter = nn.Parameter(torch.rand(numel // 64 + 3, 4, 4, 4).to(memory_format=layout))
     before = parameter.detach().clone()
     window = HalfPrecisionWindow(nn.ParameterList([parameter]), F16)
-    with window.opened():
+    with pytest.warns(UserWarning, match="was written inside"), window.opened():
         parameter.data[-1, 1, 2, 3] = 7.0
     expected = before.clone()
     expected[-1, 1, 2, 3] = 7.0
@@ -351,3 +351,18 @@ def test_another_thread_that_calls_the_module_inside_is_refused_by_name():
         thread.join()
     assert len(errors) == 1
     assert "was called in the thread `player` while a training step runs" in errors[0]
+
+
+def test_a_write_inside_is_said_once_with_the_name_of_the_parameter():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    window = HalfPrecisionWindow(module, F16)
+    with window.opened():
+        pass
+
+    def write():
+        with window.opened(), torch.no_grad():
+            module[1].bias.add_(1.0)
+
+    with pytest.warns(UserWarning, match=r"`1.bias` was written inside of a training step"):
+        write()
+    write()

@@ -92,7 +92,7 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     module, plugin, optimizer = set_up(name, precision, gradient_clip_val=clip)
     is_scaled = clip is not None or name != "lars"
     for _ in range(3):
-        with plugin.forward_context():
+        with plugin.window.opened():
             assert {p.dtype for p in module.parameters()} == {plugin.dtype, torch.float32}
         plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
     assert {p.dtype for p in module.parameters()} == {torch.float32}
@@ -108,7 +108,7 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
 def test_launches_of_sums_and_of_the_cast_do_not_grow_with_the_number_of_tensors():
     launches = []
     for num_layers in (2, 20):
-        module, plugin, optimizer = set_up("adamw_fused", module=Deep(num_layers))
+        module, plugin, _ = set_up("adamw_fused", module=Deep(num_layers))
         is_last = False
         plugin.connect_strategy(is_last_backward_of_step=lambda: is_last)
         for _ in range(2):

@@ -119,7 +119,8 @@ class LocalStepsExtension(FitExtension):
             self._nodes.note_step()
             num_steps = fit.trainer.global_step + 1  # Lightning counts this one later
             if self._nodes.ends_in_step and self.steps.end_at(num_steps):
-                self._average(fit, num_steps)
+                with fit.outside_of_steps():
+                    self._average(fit, num_steps)
         return outputs
 
     # ---- averages --------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class NodeSlicesExtension(FitExtension):
             # DDP's own flag: False between the batches of one step.
             averages=lambda: bool(wrapped.require_backward_grad_sync),
             is_adasum=self._is_adasum,
+            window=getattr(fit.precision, "window", None),
         )
         if has_grad_scaler(fit.precision):
             slices.agree_on_overflow(fit.precision.scaler)

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
 from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 from lightning_hybrid.strategy.node_slices.sliced_layers import (
@@ -129,8 +130,10 @@ class SlicedFit:
         comm_dtype: torch.dtype | None,
         averages: Callable[[], bool],
         is_adasum: bool,
+        window: HalfPrecisionWindow | None,
     ) -> None:
         """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
+        self._ranks.window = window
         how: Any = {"comm_dtype": comm_dtype, "averages": averages, "adasum_in": self.node if is_adasum else None}
         self._gradients = SliceGradients(self._parameters.values(), across=self.across, **how)
         for optimizer in optimizers:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import callbacks
 from torch import nn, optim
 
-from tests.battery.case import HALF, Row, row
+from tests.battery.case import Row, row
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 ONES = torch.ones(2, NUM_FEATURES)

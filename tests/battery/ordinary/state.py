@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric, SumMetric
 
-from tests.battery.case import HALF, HALF_SHOWS, Row, row
+from tests.battery.case import HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
 
 
@@ -121,8 +121,6 @@ ROWS = {
 
 
 class AveragedInside(Row):
-    refused = HALF_SHOWS
-
     def build(self):
         super().build()
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)

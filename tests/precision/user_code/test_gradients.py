@@ -459,19 +459,31 @@ class LooksInACallback(LooksLater):
         return [self.make_callback()]
 
 
+LATE_LOOKS = [
+    LooksBeforeTheNextBatch,
+    LooksInTheNextStep,
+    LooksWhenTheScheduleSteps,
+    LooksAfterAnEpoch,
+    LooksWhenTrainingEnds,
+    partial(LooksInACallback, make_callback=LogsBeforeABatch),
+    partial(LooksInACallback, make_callback=LogsAfterAnEpoch),
+]
+
+
 @in_half_precision()
-@code_of_users(
-    partial(LooksBeforeTheNextBatch, fused_lars),
-    partial(LooksInTheNextStep, fused_lars),
-    partial(LooksWhenTheScheduleSteps, fused_lars),
-    partial(LooksAfterAnEpoch, fused_lars),
-    partial(LooksWhenTrainingEnds, fused_lars),
-    partial(LooksInACallback, fused_lars, LogsBeforeABatch),
-    partial(LooksInACallback, fused_lamb, LogsAfterAnEpoch),
-    partial(LooksAfterAnEpoch, sgd),
-)
+@code_of_users(*[partial(look, make_optimizer=sgd) for look in LATE_LOOKS])
 def test_gradients_stay_after_the_step_until_they_are_zeroed(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(world_sizes=(1,))
+@code_of_users(*[partial(look, make_optimizer=make) for look in LATE_LOOKS for make in (fused_lars, fused_lamb)])
+def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(comparison, user_code, world_size, precision):
+    """LARS and LAMB take gradients in half precision if no hook up to `on_train_batch_end` can see them."""
+    comparison.reference(user_code, world_size)
+    (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
+    if outcome.facts != {"dtypes of gradients": []}:
+        comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 class HooksOnParameters(UserCode):

@@ -553,10 +553,11 @@ def test_optimizers_of_the_users_own_step_on_fp32_parameters(comparison, user_co
 
 
 class UpdatesWeightsByHand(Manual):
-    """Writes the update itself, in steps that half precision would round away."""
+    """Writes the update itself, inside of the step, where parameters are in half precision."""
 
     num_batches = 6
-    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
+    lr = 0.1
+    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`", "`net.0.weight` was written inside")
 
     def configure_optimizers(self):
         return None
@@ -566,7 +567,7 @@ class UpdatesWeightsByHand(Manual):
         self.manual_backward(self.noted_loss(batch))
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter -= 1e-4 * parameter.grad
+                parameter -= self.lr * parameter.grad
 
 
 class MovesATeacherByHand(Manual):
@@ -584,9 +585,33 @@ class MovesATeacherByHand(Manual):
 
 
 @in_half_precision()
-@code_of_users(UpdatesWeightsByHand, MovesATeacherByHand)
-def test_after_a_manual_backward_parameters_are_fp32(comparison, user_code, world_size, precision):
+@code_of_users(UpdatesWeightsByHand)
+def test_updates_written_in_a_manual_step_train(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class UpdatesWeightsInSmallSteps(UpdatesWeightsByHand):
+    """Steps that half precision rounds away. A warning is an error in these tests."""
+
+    lr = 1e-4
+    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
+
+
+@in_half_precision()
+@code_of_users(UpdatesWeightsInSmallSteps)
+def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(comparison, user_code, world_size, precision):
+    comparison.reference(user_code, world_size)
+    for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
+        assert "`net.0.weight` was written inside" in outcome.error
+
+
+@in_half_precision()
+@code_of_users(MovesATeacherByHand)
+def test_a_teacher_that_is_moved_in_a_manual_step_ends_with_the_cure(comparison, user_code, world_size, precision):
+    comparison.reference(user_code, world_size)
+    for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
+        assert "got dtype" in outcome.error
+        assert ".float()" in outcome.error
 
 
 class StepsInsideBackward(Manual):

@@ -23,6 +23,7 @@
 namespace {
 
 constexpr int64_t TILE = 128;
+constexpr int64_t PREFETCHED = 8;
 enum Dtype : int64_t { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
 }  // namespace
@@ -158,6 +159,13 @@ struct Tiles {
       widen_tile(part, dtype, values);
     }
     return values;
+  }
+
+  // Asks for the memory of the tile that follows `PREFETCHED` tiles later, past the end of a tensor too. Without it the
+  // same sums of two tensors took up to twice as long, depending on the order in which the compiler placed the loads.
+  void prefetch(int64_t at) const {
+    const char* from = base + (at + PREFETCHED * TILE) * bytes;
+    for (int64_t line = 0; line < TILE * bytes; line += 64) __builtin_prefetch(from + line);
   }
 
   // What `load` gave, changed, or another tile; rounded to nearest.

@@ -33,19 +33,26 @@ void measure_layer_blocks(const Table* table, const double* decays) {
     Tiles<State> grads(table->grads, tensor, table->grad_dtype);
     Tiles<State> weights(table->weights, tensor, table->weight_dtype);
     Squares<State> squares, weight_squares;
-    const State decay = decays ? State(decays[tensor]) : State(0);
-    for_tiles(table, block, [&](int64_t at, int64_t num) {
-      const State* w = weights.load(at, num);
-      const State* g = grads.load(at, num);
-      weight_squares.add(w);
-      if (decays) {
+    if (decays) {
+      const State decay = State(decays[tensor]);
+      for_tiles(table, block, [&](int64_t at, int64_t num) {
+        weights.prefetch(at);
+        grads.prefetch(at);
+        const State* w = weights.load(at, num);
+        const State* g = grads.load(at, num);
         alignas(64) State sums[TILE];
         for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
+        weight_squares.add(w);
         squares.add(sums);
-      } else {
-        squares.add(g);
-      }
-    });
+      });
+    } else {
+      for_tiles(table, block, [&](int64_t at, int64_t num) {
+        weights.prefetch(at);
+        grads.prefetch(at);
+        weight_squares.add(weights.load(at, num));
+        squares.add(grads.load(at, num));
+      });
+    }
     table->squares[block] = squares.result();
     table->weight_squares[block] = weight_squares.result();
   });
