@@ -470,14 +470,14 @@ LATE_LOOKS = [
 ]
 
 
-@in_half_precision()
+@in_half_precision(precisions=("16-true",))
 @code_of_users(*[partial(look, make_optimizer=sgd) for look in LATE_LOOKS])
 def test_gradients_stay_after_the_step_until_they_are_zeroed(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
-@in_half_precision(world_sizes=(1,))
-@code_of_users(*[partial(look, make_optimizer=make) for look in LATE_LOOKS for make in (fused_lars, fused_lamb)])
+@in_half_precision(world_sizes=(1,), precisions=("16-true",))
+@code_of_users(*[partial(look, make_optimizer=fused_lars) for look in LATE_LOOKS])
 def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(comparison, user_code, world_size, precision):
     """LARS and LAMB take gradients in half precision if no hook up to `on_train_batch_end` can see them."""
     comparison.reference(user_code, world_size)
