@@ -39,8 +39,8 @@ from tests.toy import NUM_CLASSES, NUM_FEATURES
 UNIT = {"32-true": 0.0, "16-true": 2.0**-11, "bf16-true": 2.0**-8}
 """Relative error of one rounding."""
 
-ROUNDINGS = 8
-"""Roundings of the largest loss that may add up: weight, input, activation and gradient in each of two layers."""
+ROUNDINGS = 4
+"""Roundings of the largest loss that may add up: weight, input, activation and gradient."""
 
 STEPS_CANCEL = 4
 """Steps cancel each other in part and their roundings do not, so weights and gradients may be this much further off."""
