@@ -36,7 +36,7 @@ class ParameterPair:
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Attributes:
-        was_written: whether user code was seen to write the copy, whose values are rounded.
+        was_written: whether user code was seen to write the copy, whose values are rounded. Known on a CPU only.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -168,7 +168,7 @@ class ParameterPair:
         self.was_written = True
         half = self.half.detach()
         fp32 = self.fp32.detach()
-        fp32.copy_(torch.where(bits_of(fp32.to(self.dtype)) == bits_of(half), fp32, half.float()))
+        fp32.copy_(torch.where(raw_bits(fp32.to(self.dtype)) == raw_bits(half), fp32, half.float()))
         self._fp32_version = self.fp32._version
         self._half_version = self.half._version
 
@@ -184,7 +184,7 @@ class ParameterPair:
         value = self.fp32.data
         if cast is None:
             cast = value.to(self.dtype)
-        torch.where(bits_of(cast) == bits_of(half), value, half, out=value)
+        torch.where(raw_bits(cast) == raw_bits(half), value, half, out=value)
 
     def check_dtype(self) -> None:
         """Check that user code has not given the parameter memory of another dtype or shape inside of a step.
@@ -239,16 +239,13 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 
 @torch.no_grad()
-def take_writes_(pairs: Iterable[ParameterPair], *, asks: bool = False) -> None:
-    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists.
-
-    Args:
-        pairs: open.
-        asks: whether the host waits for the device to know what `was_written`. On a CPU it always knows.
-    """
+def take_writes_(pairs: Iterable[ParameterPair]) -> None:
+    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:
+        if pair.half.is_meta:
+            continue
         if pair.half.device.type == "cpu" or pair.is_written_as_fp32:
             pair.take_writes_()
             continue
@@ -256,17 +253,15 @@ def take_writes_(pairs: Iterable[ParameterPair], *, asks: bool = False) -> None:
         block.append(pair)
         numel += pair.half.numel()
         if numel >= _BLOCK_ON_DEVICE:
-            _take_writes_of_block_(block, asks=asks)
+            _take_writes_of_block_(block)
             block = []
             numel = 0
-    _take_writes_of_block_(block, asks=asks)
+    _take_writes_of_block_(block)
 
 
-def _take_writes_of_block_(block: list[ParameterPair], *, asks: bool) -> None:
+def _take_writes_of_block_(block: list[ParameterPair]) -> None:
     if not block:
         return
-    for pair in block if asks else ():
-        pair.was_written |= not pair.is_exact_cast()
     casts = [torch.empty_like(pair.half.detach()) for pair in block]
     torch._foreach_copy_(casts, [pair.fp32.detach() for pair in block])
     for pair, cast in zip(block, casts, strict=True):
@@ -316,7 +311,7 @@ def check_exchange() -> None:
 def is_rounded(half: Tensor, fp32: Tensor) -> bool:
     """Return whether `half` has the bits of `fp32`, rounded. Waits for the device."""
     if half.numel() <= _BLOCK or half.stride() != fp32.stride() or has_gaps(half):
-        return torch.equal(bits_of(half), bits_of(fp32.to(half.dtype)))
+        return torch.equal(raw_bits(half), raw_bits(fp32.to(half.dtype)))
     half_blocks = flattened(half, half).split(_BLOCK)
     fp32_blocks = flattened(fp32, fp32).split(_BLOCK)
     expected = torch.empty(_BLOCK, dtype=half.dtype)
@@ -330,10 +325,10 @@ def is_rounded(half: Tensor, fp32: Tensor) -> bool:
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     # Four elements at a time, where `torch.equal` would compare them one by one.
     if first.numel() % 4 or first.storage_offset() % 4 or second.storage_offset() % 4:
-        return torch.equal(bits_of(first), bits_of(second))
+        return torch.equal(raw_bits(first), raw_bits(second))
     return torch.equal(first.view(torch.int64), second.view(torch.int64))
 
 
-def bits_of(tensor: Tensor) -> Tensor:
+def raw_bits(tensor: Tensor) -> Tensor:
     """Return the memory of a half-precision tensor as integers. They compare equal for equal NaN too."""
     return tensor.view(torch.int16)

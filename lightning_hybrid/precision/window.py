@@ -28,9 +28,6 @@ from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, chec
 
 NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-_NUM_ASKED = 3
-"""Closings after which a device is asked whether user code has written parameters inside, for a warning."""
-
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -38,7 +35,7 @@ class HalfPrecisionWindow:
     """The parameters of a module in two precisions, and which of the two is shown.
 
     Parameters of normalisation layers, weights that are computed from others (`parametrizations`, `weight_norm`,
-    `spectral_norm`, pruning), scripted modules, buffers and, in a fit, frozen parameters keep their own dtype. So does
+    `spectral_norm`, pruning), embeddings with `max_norm`, scripted modules, buffers and, in a fit, frozen parameters keep their own dtype. So does
     a parameter of which one place does.
 
     A trained parameter that the user has made in half precision becomes fp32 until `end`.
@@ -61,7 +58,6 @@ class HalfPrecisionWindow:
         frozen: bool = False,
         on_meta: bool = False,
     ) -> None:
-        check_exchange()
         self.dtype = dtype
         self.pairs: dict[int, ParameterPair] = {}
         self.is_open = False
@@ -71,7 +67,6 @@ class HalfPrecisionWindow:
         self._frozen = frozen
         self._on_meta = on_meta
         self._modules: list[nn.Module] = []
-        self._num_closed = 0
         self._has_warned = False
         self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
         self.add(module)
@@ -89,6 +84,7 @@ class HalfPrecisionWindow:
             for parameter in child.parameters(recurse=False):
                 is_new = id(parameter) not in self.pairs and id(parameter) not in kept
                 if is_new and self._is_converted(parameter):
+                    check_exchange()
                     self._make_fp32(parameter)
                     name = names.get(id(parameter), "parameter")
                     self.pairs[id(parameter)] = ParameterPair(name, parameter, self.dtype)
@@ -104,7 +100,9 @@ class HalfPrecisionWindow:
 
     def _keeps_dtype(self, module: nn.Module) -> bool:
         is_kept_type = isinstance(module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32))
-        return is_kept_type or is_reparametrised(module)
+        # `max_norm`: the forward writes the weight, by torch's own code.
+        is_written_in_forward = getattr(module, "max_norm", None) is not None
+        return is_kept_type or is_written_in_forward or is_reparametrised(module)
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
         if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
@@ -160,12 +158,10 @@ class HalfPrecisionWindow:
             return
         self.hooks.detach()
         try:
-            asks = self._num_closed < _NUM_ASKED
-            take_writes_((pair for pair in self.pairs.values() if pair.is_open), asks=asks)
+            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
         finally:
             self._exchange(to_fp32=True)
             self.is_open = False
-        self._num_closed += 1
         self._warn_of_writes_inside()
         self._refresh_pruned_weights()
 

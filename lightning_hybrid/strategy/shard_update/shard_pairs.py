@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.placement import Part, flattened
-from lightning_hybrid.precision.parameter_pair import ParameterPair, bits_of, cast_, is_rounded
+from lightning_hybrid.precision.parameter_pair import ParameterPair, raw_bits, cast_, is_rounded
 
 Span = tuple[int, int]
 """Elements from begin to end."""
@@ -170,7 +170,7 @@ class MasterShard(ParameterShard):
 
             master <- where(half == half_dtype(master), master, half)
 
-        Elements that nobody wrote keep all fp32 bits.
+        Elements that were not written keep all fp32 bits.
         """
         self._follow_memory()
         half = self.part_of(self.whole)
@@ -178,7 +178,7 @@ class MasterShard(ParameterShard):
         if half.device.type == "cpu" and is_rounded(half, master):
             return
         # On other devices the host does not wait for the answer.
-        torch.where(bits_of(master.to(half.dtype)) == bits_of(half), master, half, out=master)
+        torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
 
     def fp32_values(self) -> Tensor:
         """Return the whole master if it is collected, else the half-precision copy in fp32."""
