@@ -244,7 +244,42 @@ class TrainsACopyInsideAStep(UserCode):
         return super().training_step(batch, batch_idx)
 
 
+class ReadsWhileWeightsAreExchanged(Validated, Frozen):
+    """Exchanges weights for a moment inside of a step, takes a copy of them, and puts the trained ones back."""
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied = copied
+
+    def exchange(self):
+        kept = [parameter.data.clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+        self.copied(self, self.trainer.default_root_dir)
+        for parameter, value in zip(self.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+
+    def training_step(self, batch, batch_idx):
+        self.exchange()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.exchange()
+        super().validation_step(batch, batch_idx)
+
+
 @in_half_precision()
+@code_of_users(
+    partial(ReadsWhileWeightsAreExchanged, by_state_dict),
+    partial(ReadsWhileWeightsAreExchanged, by_deepcopy),
+    partial(ReadsWhileWeightsAreExchanged, by_pickle),
+    partial(ReadsWhileWeightsAreExchanged, by_checkpoint),
+)
+def test_reading_weights_inside_a_step_rounds_none(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     partial(CopiesInsideAStep, True),
     partial(CopiesInsideAStep, False),

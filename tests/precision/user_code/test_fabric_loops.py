@@ -271,7 +271,7 @@ class CallsTheNetWithoutTheWrapper(Loop):
         return super().loss_of(batch) + gap.square().mean()
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     partial(PenalisesWeights, "the wrapper"),
     partial(PenalisesWeights, "the network"),
@@ -421,7 +421,7 @@ class ForwardsTwice(Loop):
         return self.noted(F.cross_entropy(self.model(images), targets) + gap.square().mean())
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     ClipsAndWritesGradients,
     partial(DropsMicrobatches, "optimizer"),

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ from tests.precision.user_code.support import (
     in_every_precision,
     in_half_precision,
     is_on_last_rank,
+    this_rank,
 )
+from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 # ---- gradients of a step that the user ends or empties ---------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class SkipsABatch(UserCode):
         return super().training_step(batch, batch_idx)
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     LeavesTheEpochWithinAStep,
     partial(ZeroesWithinAStep, zero_by_optimizer),
@@ -209,6 +212,67 @@ class HalvesGradients(UserCode):
             parameter.grad = parameter.grad * 0.5
 
 
+class StartsFromAGradient(UserCode):
+    """Begins each backward with a gradient of the user's own, which differs between ranks: DDP averages the sum."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for parameter in self.parameters():
+            parameter.grad = 0.05 * (1 + this_rank()) * parameter.detach()
+
+
+class KeepsHalfOfTheLastGradient(UserCode):
+    """Never zeroes gradients: a momentum that needs no memory."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class UsesALayerOnOneRank(UserCode):
+    """A branch of the network that the last rank alone takes, in some batches."""
+
+    ddp_options = {"find_unused_parameters": True}
+    settings = {"accumulate_grad_batches": 2}
+    num_batches = 4
+
+    def build(self):
+        super().build()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.branch = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx != 2 and (is_on_last_rank() or batch_idx == 0):
+            loss = loss + 0.5 * F.cross_entropy(self.branch(batch[0]), batch[1])
+        return loss
+
+
+class UsesHeadsInTurns(Manual):
+    """Two backwards before a step, each of which reaches another head."""
+
+    ddp_options = {"find_unused_parameters": True}
+
+    def build(self):
+        super().build()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.heads = nn.ModuleList([nn.Linear(16, NUM_CLASSES), nn.Linear(16, NUM_CLASSES)])
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for head in self.heads:
+            loss = F.cross_entropy(head(self.net[:2](images)), targets)
+            self.outcome.losses.append(loss.item())
+            self.manual_backward(loss)
+        for head in self.heads:
+            self.outcome.readings["gradients of heads"].extend(copies_of_gradients(head))
+        optimizer.step()
+
+
 def as_they_are(gradient):
     return gradient
 
@@ -239,8 +303,8 @@ class ComputesGradientsByHand(Manual):
         optimizer.step()
 
 
-@in_half_precision()
-@code_of_users(HalvesGradients)
+@in_half_precision(usual_world_size=2)
+@code_of_users(HalvesGradients, StartsFromAGradient, KeepsHalfOfTheLastGradient, UsesALayerOnOneRank, UsesHeadsInTurns)
 def test_gradients_that_the_user_writes_are_those_of_the_step(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
@@ -319,7 +383,7 @@ def fused_lamb(parameters):
     return LAMB(parameters, lr=0.01, fused=True)
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     SeesGradients,
     partial(SeesGradients, 2),
@@ -330,6 +394,96 @@ def fused_lamb(parameters):
 )
 def test_every_hook_after_backward_sees_fp32_unscaled_gradients(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class LooksLater(UserCode):
+    """Base of those who read gradients in a hook between a step and the next zeroing of gradients."""
+
+    def __init__(self, make_optimizer):
+        super().__init__()
+        self.make_optimizer = make_optimizer
+
+    def look(self):
+        self.outcome.facts["dtypes of gradients"] = dtypes_of_gradients(self)
+        self.outcome.readings["gradients"].extend(copies_of_gradients(self))
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class LooksBeforeTheNextBatch(LooksLater):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.look()
+
+
+class LooksInTheNextStep(LooksLater):
+    def training_step(self, batch, batch_idx):
+        self.look()
+        return super().training_step(batch, batch_idx)
+
+
+class LooksWhenTheScheduleSteps(LooksLater):
+    def lr_scheduler_step(self, scheduler, metric):
+        self.look()
+        scheduler.step()
+
+
+class LooksAfterAnEpoch(LooksLater):
+    def on_train_epoch_end(self):
+        self.look()
+
+
+class LooksWhenTrainingEnds(LooksLater):
+    def on_train_end(self):
+        self.look()
+
+
+class LogsBeforeABatch(pl.Callback):
+    def on_train_batch_start(self, trainer, module, *args):
+        module.look()
+
+
+class LogsAfterAnEpoch(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        module.look()
+
+
+class LooksInACallback(LooksLater):
+    def __init__(self, make_optimizer, make_callback):
+        super().__init__(make_optimizer)
+        self.make_callback = make_callback
+
+    def configure_callbacks(self):
+        return [self.make_callback()]
+
+
+LATE_LOOKS = [
+    LooksBeforeTheNextBatch,
+    LooksInTheNextStep,
+    LooksWhenTheScheduleSteps,
+    LooksAfterAnEpoch,
+    LooksWhenTrainingEnds,
+    partial(LooksInACallback, make_callback=LogsBeforeABatch),
+    partial(LooksInACallback, make_callback=LogsAfterAnEpoch),
+]
+
+
+@in_half_precision(precisions=("16-true",))
+@code_of_users(*[partial(look, make_optimizer=sgd) for look in LATE_LOOKS])
+def test_gradients_stay_after_the_step_until_they_are_zeroed(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(world_sizes=(1,), precisions=("16-true",))
+@code_of_users(*[partial(look, make_optimizer=fused_lars) for look in LATE_LOOKS])
+def test_gradients_that_a_step_has_used_unseen_are_none_and_never_scaled(comparison, user_code, world_size, precision):
+    """LARS and LAMB take gradients in half precision if no hook up to `on_train_batch_end` can see them."""
+    comparison.reference(user_code, world_size)
+    (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
+    if outcome.facts != {"dtypes of gradients": []}:
+        comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
 class HooksOnParameters(UserCode):
@@ -362,7 +516,7 @@ class HooksOnParameters(UserCode):
         self.outcome.facts["calls"] = self.num_calls
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(HooksOnParameters)
 def test_hooks_on_parameters_run_once_in_each_backward(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
@@ -463,7 +617,7 @@ class SeesGradientsByHand(Manual):
         self.outcome.readings["gradients after the step"].extend(copies_of_gradients(self))
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     AccumulatesByHand,
     CatchesAnErrorWithinAStep,

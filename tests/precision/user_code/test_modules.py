@@ -526,7 +526,7 @@ class CountsCallsOfHooks(UserCode):
         self.outcome.facts["calls"] = self.num_calls
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     CallsFunctionally,
     partial(PenalisesWeights, "in the step"),

@@ -1,6 +1,7 @@
 """Optimizers of users, and what users do to optimizers, on fp32 parameters with fp32 gradients and state."""
 
 import copy
+import re
 from functools import partial
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from tests.precision.user_code.support import (
     Validated,
     code_of_users,
     in_half_precision,
+    small_net,
 )
 from tests.scenes import fit
 from tests.toy import Toy
@@ -322,7 +324,7 @@ class SteppedByAClosure(Manual):
         optimizer.step(closure)
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     partial(SamWithClosure, True),
     partial(SamWithClosure, False),
@@ -364,7 +366,7 @@ class QuasiNewtonByHand(QuasiNewton):
         optimizer.step(closure)
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @pytest.mark.parametrize("user_code", [QuasiNewton, QuasiNewtonByHand])
 def test_lbfgs_reaches_a_small_loss(comparison, user_code, world_size, precision):
     """Its steps depend on differences of gradients, so its weights end elsewhere after few roundings."""
@@ -391,7 +393,7 @@ class ShardsState(Optimized):
         pass
 
 
-@in_half_precision(world_sizes=(2,))
+@in_half_precision(usual_world_size=2, world_sizes=(2,))
 @code_of_users(ShardsState)
 def test_an_optimizer_that_shards_its_state_trains(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
@@ -498,24 +500,6 @@ class UnknownToLightning(Manual):
         optimizer.step()
 
 
-class UpdatesWeightsByHand(Manual):
-    """Writes the update itself, inside of the step, where parameters are in half precision."""
-
-    num_batches = 6
-    lr = 0.1
-    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`", "`net.0.weight` was written inside")
-
-    def configure_optimizers(self):
-        return None
-
-    def training_step(self, batch, batch_idx):
-        self.zero_grad()
-        self.manual_backward(self.noted_loss(batch))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter -= self.lr * parameter.grad
-
-
 class StepsInACallback(pl.Callback):
     """Decays weights by an optimizer of its own, between steps and in validation."""
 
@@ -557,17 +541,78 @@ class TrainsInValidation(Validated):
         self.zero_grad()
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     TrainsWithoutSchedule,
     OwnReferences,
     UnknownToLightning,
-    UpdatesWeightsByHand,
     DecaysInACallback,
     TrainsInValidation,
 )
 def test_optimizers_of_the_users_own_step_on_fp32_parameters(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class UpdatesWeightsByHand(Manual):
+    """Writes the update itself, inside of the step, where parameters are in half precision."""
+
+    num_batches = 6
+    lr = 0.1
+    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`", "`net.0.weight` was written inside")
+
+    def configure_optimizers(self):
+        return None
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(self.noted_loss(batch))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter -= self.lr * parameter.grad
+
+
+class MovesATeacherByHand(Manual):
+    """Moves a teacher after the step, inside `training_step`, by an operation that takes one dtype."""
+
+    def build(self):
+        super().build()
+        self.teacher = small_net().requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                teacher.lerp_(student, 0.01)
+
+
+@in_half_precision()
+@code_of_users(UpdatesWeightsByHand)
+def test_updates_written_in_a_manual_step_train(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class UpdatesWeightsInSmallSteps(UpdatesWeightsByHand):
+    """Steps that half precision rounds away. A warning is an error in these tests."""
+
+    lr = 1e-4
+    ignored_warnings = ("`LightningModule.configure_optimizers` returned `None`",)
+
+
+@in_half_precision()
+@code_of_users(UpdatesWeightsInSmallSteps)
+def test_an_update_written_in_a_manual_step_is_said_to_be_rounded(comparison, user_code, world_size, precision):
+    comparison.reference(user_code, world_size)
+    for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
+        assert re.search(r"`net\.\d\.\w+` was written inside", outcome.error)
+
+
+@in_half_precision()
+@code_of_users(MovesATeacherByHand)
+def test_a_teacher_that_is_moved_in_a_manual_step_ends_with_the_cure(comparison, user_code, world_size, precision):
+    comparison.reference(user_code, world_size)
+    for outcome in comparison.run(user_code, "hybrid_allreduce", world_size, precision):
+        assert "got dtype" in outcome.error
+        assert ".float()" in outcome.error
 
 
 class StepsInsideBackward(Manual):

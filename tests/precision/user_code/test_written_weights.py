@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests import toy
 from tests.precision.user_code.support import (
@@ -169,7 +170,7 @@ class ValidatesItsAverage(Validated):
             parameter.data.copy_(kept)
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(
     ReadsWhileWeightsAreExchanged,
     partial(ExchangesWeightsAfterEachStep, write_into_data),
@@ -503,6 +504,7 @@ class KeepsReferences(UserCode):
         self.kept_list = list(self.net.parameters())
         self.name_by_id = {id(parameter): name for name, parameter in self.named_parameters()}
         self.references = [weakref.ref(parameter) for parameter in self.net.parameters()]
+        self.numbers = WeakTensorKeyDictionary((parameter, 1) for parameter in self.net.parameters())
 
     def look(self, moment):
         facts = self.outcome.facts
@@ -511,6 +513,7 @@ class KeepsReferences(UserCode):
         facts[f"the list is valid {moment}"] = all(kept is parameter for kept, parameter in pairs)
         facts[f"the optimizer has the list {moment}"] = all(a is b for a, b in zip(self.kept_list, group, strict=True))
         facts[f"ids are known {moment}"] = all(id(parameter) in self.name_by_id for parameter in self.parameters())
+        facts[f"keys are found {moment}"] = all(parameter in self.numbers for parameter in self.parameters())
         facts[f"references live {moment}"] = all(a() is b for a, b in zip(self.references, self.kept_list, strict=True))
         facts[f"the class is the user's {moment}"] = type(self.net[0].weight) is Marked
         facts[f"the attribute is there {moment}"] = getattr(self.net[0].weight, "no_decay", False)
@@ -602,7 +605,7 @@ class SeesFp32(Validated):
         self.look("at the end of training")
 
 
-@in_half_precision()
+@in_half_precision(usual_world_size=2)
 @code_of_users(KeepsReferences, KeepsAView, SeesFp32)
 def test_parameters_outside_of_a_step_are_the_users_own_in_fp32(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
