@@ -102,19 +102,25 @@ def test_numpy_without_bfloat16_gets_the_cure():
     assert START in notes_of(error, "bf16-true")[0]
 
 
-OF_OTHER_DEVICES = (
+OF_OTHER_CODE = (
+    "Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'rois'; but type "
+    "torch.HalfTensor does not equal torch.FloatTensor (while checking arguments for roi_align_forward_kernel)",
+    "array type float16 is unsupported in linalg",
+    "Expected Half, got Float",
     "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same",
     "Input and parameter tensors are not the same dtype, found input tensor with Float and parameter tensor with Half",
     "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal "
     "size of[12]",
     "expected scalar type Half but found Float",
+    "Tensors of the same index must be on the same device and the same dtype except `step` tensors that can be CPU and "
+    "float32/64 notwithstanding",
     "This function doesn't handle types other than float and double",
     "\"erfcx_cuda\" not implemented for 'BFloat16'",
 )
 
 
-@pytest.mark.parametrize("message", OF_OTHER_DEVICES)
-def test_messages_of_other_devices_get_the_cure(message):
+@pytest.mark.parametrize("message", OF_OTHER_CODE)
+def test_messages_of_cuda_and_of_other_libraries_get_the_cure(message):
     assert START in notes_of(RuntimeError(message))[0]
 
 
@@ -259,6 +265,13 @@ def test_where_no_module_has_the_parameter_the_note_names_none(one_rank):
     (seen,) = fit(one_rank, Activations, precision="16-true", raises=True)
     assert "keep_fp32=(ItsClass,)" in seen.error
     assert "precision='16-mixed'" in seen.error
+
+
+def test_the_note_on_a_gradient_names_its_cast():
+    error = error_in_a_step(assign_gradient, torch.ones(2), torch.ones(2).half(), dtype=torch.float16)
+    (note,) = notes_of(error)
+    assert "`parameter.grad = gradient.to(parameter.dtype)`" in note
+    assert "self.weight" not in note
 
 
 class Averaging(torch.optim.SGD):
