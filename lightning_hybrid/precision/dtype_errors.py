@@ -20,7 +20,7 @@ _HALF_DTYPE = re.compile(
     r"|(torch\.|array type |dtype\(')(b?float16|b?complex32)"
     r"|computing in half precision"
 )
-_FULL_DTYPE = re.compile(r"\b((Complex)?(Float|Double)|float|double|(torch\.)?(float|complex)(32|64|128))\b")
+_FULL_DTYPE = re.compile(r"\b((Complex)?(Float|Double)|float|double|torch\.(float|complex)(32|64|128))\b")
 _INTEGER_DTYPE = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|torch\.(u?int\d+|bool))\b")
 
 _REFUSAL = re.compile(
@@ -37,7 +37,7 @@ _TENSOR_DESCRIPTION = re.compile(r"\w*dtypes?=[\w.]+", re.IGNORECASE)
 
 
 def is_about_half_precision(message: str) -> bool:
-    """Return whether a message complains about a half-precision dtype, or of dtypes that it does not name.
+    """Return whether a message complains about a half-precision dtype, or about dtypes that it does not name.
 
     >>> is_about_half_precision("expected scalar type Float but found Half")
     True
