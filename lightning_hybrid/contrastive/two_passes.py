@@ -1,0 +1,307 @@
+"""The two passes of `embed` over the parts of a batch: one for embeddings, one for gradients, which repeats it exactly.
+
+forward     parts -> conditions of each pass, embeddings                 activations of a part are freed at once
+backward    conditions, gradients of embeddings -> embeddings again -> gradients of parameters, summed over parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_hybrid.batch_rows import BatchPart, tensors_in
+from lightning_hybrid.contrastive.exchange import tree_sums
+from lightning_hybrid.contrastive.module_contents import ModuleContents, RandomStreams
+from lightning_hybrid.contrastive.module_state import Buffers, BufferValue, Environment, Parameters, without_logging
+
+_TOLERANCE_ON_CPU = 1e-6
+"""Of the norm of embeddings. On a CPU the second pass has the bits of the first."""
+_TOLERANCE = 1e-2
+"""The same on other devices, where kernels may add in any order, and the first call may try several of them."""
+
+
+class Embedding:
+    """The user's function that embeds a part of a batch, with checks of its embeddings.
+
+    Args:
+        function: a module, or a method of one.
+        chunk: rows of a part, for errors.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], chunk: int) -> None:
+        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"`embed` (={function!r}) must be a module, or a method of one: its parameters get the gradients. "
+                "Move the function into your module."
+            )
+        self.module = module
+        self.name = getattr(function, "__qualname__", type(module).__name__)
+        self._function = function
+        self._chunk = chunk
+
+    def of(self, part: BatchPart) -> tuple[Tensor, ...]:
+        """Return the embeddings of a part of the batch.
+
+        Raises:
+            ValueError: they are no tensors with a row for each row of the part.
+        """
+        try:
+            result = self._function(part.batch)
+        except Exception as error:
+            error.add_note(
+                f"`{self.name}` was called by `GlobalBatch` with {part.num_rows} rows: it splits batches into parts of "
+                f"`chunk` (={self._chunk}) rows. If there are too few here, choose a `chunk` that divides the batch."
+            )
+            raise
+        embeddings = tuple(result) if isinstance(result, tuple | list) else (result,)
+        if not embeddings or not all(isinstance(embedding, Tensor) for embedding in embeddings):
+            raise ValueError(
+                f"`embed` (={self.name}) must return a tensor or several (returned a {type(result).__name__}): the "
+                "loss is called with them. Return the tensors in a tuple."
+            )
+        for embedding in embeddings:
+            if embedding.dim() == 0 or len(embedding) != part.num_rows:
+                raise ValueError(
+                    f"`embed` (={self.name}) must return a row for each row of its part of the batch (returned a "
+                    f"tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows). `GlobalBatch` splits tensors "
+                    "and arrays, and lists with an entry for each row: put samples into these, and return values that "
+                    "are no rows from another method."
+                )
+        return embeddings
+
+
+@dataclass(frozen=True)
+class _FirstPass:
+    """A part of the batch, what its first pass began with, and its embeddings."""
+
+    part: BatchPart
+    random_states: list[Any]
+    buffers: list[BufferValue]
+    embeddings: tuple[Tensor, ...]
+
+
+class TwoPasses:
+    """The first pass of `embed` over the parts of a batch, and on demand the second one.
+
+    Args:
+        embedding: embeds a part.
+        untrained: parameters that get their gradients elsewhere.
+        is_checked: whether to look for code that makes the passes differ even if it takes time.
+
+    Raises:
+        ValueError: the module has parameters of a kind that cannot be trained in this way.
+    """
+
+    def __init__(self, embedding: Embedding, *, untrained: Iterable[Tensor], is_checked: bool) -> None:
+        contents = ModuleContents.of(embedding.module)
+        self._embedding = embedding
+        self._module_name = type(embedding.module).__name__
+        self._modules = contents.modules
+        self._is_checked = is_checked
+        self._parameters = Parameters(
+            embedding.module, contents.modules, untrained=untrained, takes_fingerprints=is_checked
+        )
+        self._buffers = Buffers(contents.modules)
+        self._environment = Environment(contents.modules)
+        self._streams = RandomStreams(contents, {parameter.device for parameter in embedding.module.parameters()})
+        self._first_passes: list[_FirstPass] = []
+        self.is_differentiable: list[bool] = []
+        """For each embedding, whether it depends on a trained parameter."""
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that get a gradient."""
+        return self._parameters.trained
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def embed_all(self, parts: Sequence[BatchPart]) -> tuple[Tensor, ...]:
+        """Return the embeddings of all parts, without gradients.
+
+        Raises:
+            ValueError: `embed` cannot run twice, or leaves parameters without a gradient.
+        """
+        for part in parts:
+            self._check_batch(part.batch)
+            random_states = self._streams.states()
+            buffers = self._buffers.capture()
+            # Autograd is on, as in the second pass: kernels and user code may depend on it.
+            embeddings = self._embedding.of(part)
+            self._check_graph(embeddings)
+            self.is_differentiable = [embedding.requires_grad for embedding in embeddings]
+            values = tuple(embedding.detach() for embedding in embeddings)
+            self._first_passes.append(_FirstPass(part, random_states, buffers, values))
+        if names := self._parameters.names_of_changed():
+            raise ValueError(
+                f"`embed` (={self._embedding.name}) must not change parameters (changed {_listed(names)}): it runs "
+                "once for each part of a batch and again in backward, so they would change several times in a step. "
+                "Move the update out of `embed`, to a hook such as `on_train_batch_start`."
+            )
+        by_embedding = zip(*[first.embeddings for first in self._first_passes], strict=True)
+        return tuple(torch.cat(values) for values in by_embedding)
+
+    def _check_batch(self, batch: Any) -> None:
+        if any(tensor.requires_grad for tensor in tensors_in(batch)):
+            raise ValueError(
+                "`batch` must not hold tensors that require gradients: `GlobalBatch` computes gradients of the "
+                f"parameters of `{self._module_name}` alone. Compute these tensors within `embed`, or detach them."
+            )
+
+    def _check_graph(self, embeddings: tuple[Tensor, ...]) -> None:
+        if self.trained and not any(embedding.requires_grad for embedding in embeddings):
+            raise ValueError(
+                f"`embed` (={self._embedding.name}) must return embeddings that depend on trained parameters of "
+                f"`{self._module_name}`, which would get no gradient otherwise. Compute them without "
+                "`torch.no_grad()` and `detach()`; with activation checkpointing set use_reentrant=False, or let its "
+                "input require a gradient."
+            )
+        if not self._is_checked:
+            return
+        trained_ids = {id(parameter) for parameter in self.trained}
+        for leaf in _leaves_of_graph(embeddings):
+            if id(leaf) not in trained_ids:
+                raise ValueError(
+                    f"`embed` (={self._embedding.name}) must depend on trained parameters of `{self._module_name}` "
+                    f"alone, and depends on another tensor of shape {tuple(leaf.shape)} that requires a gradient, and "
+                    f"would get none. Make its module an attribute of `{self._module_name}`."
+                )
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of trained parameters, given those of all embeddings.
+
+        Raises:
+            RuntimeError: parameters have changed, or `embed` computes something else.
+        """
+        if names := self._parameters.names_of_lost():
+            raise RuntimeError(
+                f"{_listed(names)} must not change between the forward of `GlobalBatch` and its backward, in which "
+                f"`embed` (={self._embedding.name}) is computed again. Update parameters before the forward or after "
+                "backward, as in `on_train_batch_end`."
+            )
+        sums = tree_sums(len(self.trained))
+        distances = []
+        begin = 0
+        with self._parameters.as_leaves(), self._environment.of_modules(), without_logging(self._modules):
+            for first in self._first_passes:
+                end = begin + first.part.num_rows
+                grads_of_part = [None if grad is None else grad[begin:end] for grad in grads]
+                with self._streams.at(first.random_states), self._buffers.at(first.buffers):
+                    distances.append(self._backward_of_part(first, grads_of_part))
+                for total, parameter in zip(sums, self.trained, strict=True):
+                    if parameter.grad is not None:
+                        total.push(parameter.grad)
+                        parameter.grad = None
+                begin = end
+        self._check_distance(torch.stack(distances).amax())
+        return [None if total.is_empty else total.total() for total in sums]
+
+    def _backward_of_part(self, first: _FirstPass, grads: Sequence[Tensor | None]) -> Tensor:
+        """Add the gradients of a part to the parameters, and return the distance of its embeddings from the first."""
+        with torch.enable_grad(), self._environment.of_forward():
+            embeddings = self._embedding.of(first.part)
+        self._check_same_kind(embeddings, first.embeddings)
+        trained_embeddings = []
+        their_grads = []
+        for embedding, grad in zip(embeddings, grads, strict=True):
+            if embedding.requires_grad and grad is not None:
+                trained_embeddings.append(embedding)
+                their_grads.append(grad)
+        if trained_embeddings:
+            # Not `torch.autograd.grad`: activation checkpointing with use_reentrant=True forbids it.
+            torch.autograd.backward(trained_embeddings, their_grads)
+        return _distance(embeddings, first.embeddings)
+
+    def _check_same_kind(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
+        kinds = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in second]
+        expected = []
+        for tensor, requires_grad in zip(first, self.is_differentiable, strict=True):
+            expected.append((tuple(tensor.shape), tensor.dtype, requires_grad))
+        if kinds != expected:
+            raise RuntimeError(
+                f"`embed` (={self._embedding.name}) must return embeddings of the same kind in its second pass (shape, "
+                f"dtype and requires_grad were {expected}, and are {kinds}). It must not depend on anything that "
+                "changes from call to call."
+            )
+
+    def _check_distance(self, distance: Tensor) -> None:
+        is_on_cpu = distance.device.type == "cpu"
+        # On a GPU the host would wait for the device in each step.
+        if not is_on_cpu and not self._is_checked:
+            return
+        tolerance = _TOLERANCE_ON_CPU if is_on_cpu else _TOLERANCE
+        if not distance <= tolerance:
+            raise RuntimeError(
+                f"`embed` (={self._embedding.name}) must compute the same embeddings in its second pass (they differ "
+                f"by {float(distance):.2g} of their norm): gradients would belong to another function. Repeated are "
+                "parameters, buffers, the global random numbers of torch, NumPy and Python, and those of generators "
+                "that are attributes of the module. Let `embed` depend on nothing else that changes: no counter, file "
+                "or clock, no other generator, and no tensor that is neither parameter nor buffer."
+            )
+
+
+def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
+    """Return the largest distance between tensors, as a share of their norm."""
+    largest = torch.zeros((), dtype=torch.float64, device=first[0].device)
+    for after, before in zip(second, first, strict=True):
+        if not (before.is_floating_point() or before.is_complex()):
+            distance = (after != before).double().mean()
+        else:
+            difference = (after.detach() - before).double()
+            # Where both are nan or infinite, as after an overflow, there is nothing to compare.
+            difference = difference.masked_fill(~before.isfinite() & ~after.isfinite(), 0)
+            scale = before.double().masked_fill(~before.isfinite(), 0).norm().clamp(min=1e-30)
+            distance = difference.norm() / scale
+        largest = torch.maximum(largest, distance.to(largest.device))
+    return largest
+
+
+def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves that tensors depend on, except for those within reentrant checkpoints."""
+    stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node: Any = stack.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for neighbour, _ in node.next_functions:
+            if neighbour is not None and neighbour not in seen:
+                seen.add(neighbour)
+                stack.append(neighbour)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+class SecondPass(torch.autograd.Function):
+    """Embeddings of a first pass, whose backward is the second one."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: TwoPasses, embeddings: tuple[Tensor, ...], *trained: Tensor) -> tuple[Tensor, ...]:
+        """Return the embeddings, as functions of the trained parameters."""
+        ctx.passes = passes
+        ctx.set_materialize_grads(False)
+        constants = []
+        for embedding, is_differentiable in zip(embeddings, passes.is_differentiable, strict=True):
+            if not is_differentiable:
+                constants.append(embedding)
+        ctx.mark_non_differentiable(*constants)
+        return embeddings
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the trained parameters."""
+        return None, None, *ctx.passes.gradients(grads)
