@@ -197,9 +197,9 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, in order."""
-    return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+def requires_grad(batch: Any) -> bool:
+    """Return whether a tensor of the batch requires a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(batch))
 
 
 def _refuse_unknown_objects(batch: Any) -> None:

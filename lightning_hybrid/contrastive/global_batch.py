@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.batch_rows import split_rows
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.contrastive.two_passes import Embedding, SecondPass, TwoPasses
+from lightning_hybrid.contrastive.embedding import Embedding
+from lightning_hybrid.contrastive.two_passes import SecondPass, TwoPasses
 
 _NUM_CHECKED_STEPS = 2
 """Training steps in which user code is checked at length. Averages of weights first move in the second one."""
@@ -81,7 +82,7 @@ class GlobalBatch(nn.Module):
 
         is_checked = self._num_steps < _NUM_CHECKED_STEPS
         self._num_steps += 1
-        passes = TwoPasses(embedding, untrained=self.loss.parameters(), is_checked=is_checked)
+        passes = TwoPasses(embedding, loss_parameters=self.loss.parameters(), is_checked=is_checked)
         embeddings = passes.embed_all(parts)
         if any(passes.is_differentiable):
             embeddings = SecondPass.apply(passes, embeddings, *passes.trained)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,9 @@ from torch import nn
 from lightning_hybrid.data.random_streams import restore_stream, state_of_stream
 
 _STREAM_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+_LEAF_TYPES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
 _MAX_ENTRIES = 1000
-"""Entries of a list or dictionary up to which generators and modules are looked for in it. A memory bank has more."""
+"""Entries of a container up to which generators and modules are looked for in it. A memory bank has more."""
 _MAX_DEPTH = 3
 """Steps from a module's attribute to attributes of that object, and so on."""
 _FOREIGN_PACKAGES = frozenset({"torch", "lightning", "lightning_fabric", "pytorch_lightning", "numpy", "builtins"})
@@ -50,26 +51,28 @@ class ModuleContents:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, nn.Module):
-                contents.modules.append(value)
-                depth = 0
-            elif isinstance(value, _STREAM_TYPES):
+            if isinstance(value, _STREAM_TYPES):
                 if not isinstance(value, random.SystemRandom):  # it has no state
                     contents.streams.append(value)
                 continue
+            if isinstance(value, nn.Module):
+                contents.modules.append(value)
+                depth = 0
             for neighbour in _neighbours(value, depth):
-                stack.append((neighbour, depth + 1))
+                is_empty = type(neighbour) in (dict, OrderedDict) and not neighbour  # most attributes of modules
+                if not is_empty and type(neighbour) not in _LEAF_TYPES:
+                    stack.append((neighbour, depth + 1))
         return contents
 
 
 def _neighbours(value: Any, depth: int) -> Iterable[Any]:
     """Return what a value leads to: entries of a container, attributes of a module or plain object."""
     if isinstance(value, nn.Module):
-        return [*vars(value).values(), *value.children()]
-    if isinstance(value, Mapping):
-        return list(value.values()) if len(value) <= _MAX_ENTRIES else []
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value) if len(value) <= _MAX_ENTRIES else []
+        return [*value.children(), *vars(value).values()]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if len(value) > _MAX_ENTRIES:
+            return []
+        return list(value.values()) if isinstance(value, dict) else list(value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):

@@ -87,6 +87,7 @@ class ParameterValue:
     def __init__(self, name: str, module: nn.Module, attribute: str, parameter: Tensor) -> None:
         self.name = name
         self.parameter = parameter
+        self.requires_grad = parameter.requires_grad
         self.value = parameter.detach()  # the same memory
         self._module = module
         self._attribute = attribute
@@ -129,21 +130,13 @@ class Parameters:
     Args:
         root: the module by whose names errors speak of parameters.
         modules: all modules whose parameters count.
-        untrained: parameters that get their gradients elsewhere.
         takes_fingerprints: as in `ParameterValue`. Reads all values.
 
     Raises:
         ValueError: a parameter is a tensor of a kind that cannot be shown as another one.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Iterable[nn.Module],
-        *,
-        untrained: Iterable[Tensor] = (),
-        takes_fingerprints: bool = False,
-    ) -> None:
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], *, takes_fingerprints: bool = False) -> None:
         names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._values: dict[int, ParameterValue] = {}
         for module in modules:
@@ -152,10 +145,9 @@ class Parameters:
                     name = names.get(id(parameter), f"{type(module).__name__}.{attribute}")
                     _refuse_special_tensor(name, module, parameter)
                     self._values[id(parameter)] = ParameterValue(name, module, attribute, parameter)
-        untrained_ids = {id(parameter) for parameter in untrained}
         self.trained: list[Tensor] = []
-        for key, value in self._values.items():
-            if value.parameter.requires_grad and key not in untrained_ids:
+        for value in self._values.values():
+            if value.requires_grad:
                 self.trained.append(value.parameter)
             if takes_fingerprints:
                 value.take_fingerprint()
@@ -180,7 +172,7 @@ class Parameters:
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:
             for value in self._values.values():
-                leaf: Tensor = nn.Parameter(value.value, requires_grad=value.parameter.requires_grad)
+                leaf: Tensor = nn.Parameter(value.value, requires_grad=value.requires_grad)
                 torch._C._swap_tensor_impl(value.parameter, leaf)
                 exchanged.append((value.parameter, leaf))
             yield

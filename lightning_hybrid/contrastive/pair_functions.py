@@ -23,7 +23,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def _in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_full_precision(backward: Callable[..., Any]) -> Any:
     """Let a `backward` run without autocast, in which user code may call it."""
 
     @functools.wraps(backward)
@@ -95,8 +95,8 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         return peers.sum(total) / (2 * len(a) * peers.size)
 
     @staticmethod
-    @once_differentiable
     @_in_full_precision
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of views and scale. Collective."""
         a, b, scale, *log_sums = ctx.saved_tensors
@@ -162,8 +162,8 @@ class SigLIPOfBlocks(torch.autograd.Function):
         return peers.sum(_sum_of_trees(trees)) / (len(a) * peers.size)
 
     @staticmethod
-    @once_differentiable
     @_in_full_precision
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of views, scale and bias. Collective."""
         a, b, scale, bias = ctx.saved_tensors
@@ -213,8 +213,8 @@ class Standardised(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     @_in_full_precision
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the rows. Collective."""
         y, inverse_deviation = ctx.saved_tensors
@@ -235,8 +235,8 @@ class Correlation(torch.autograd.Function):
         return peers.sum(tree_sum(x.T @ y for x, y in blocks)) / (len(a) * peers.size)
 
     @staticmethod
-    @once_differentiable
     @_in_full_precision
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of both views."""
         a, b = ctx.saved_tensors

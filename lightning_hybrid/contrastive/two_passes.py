@@ -1,20 +1,21 @@
 """The two passes of `embed` over the parts of a batch: one for embeddings, one for gradients, which repeats it exactly.
 
-forward     parts -> conditions of each pass, embeddings                 activations of a part are freed at once
-backward    conditions, gradients of embeddings -> embeddings again -> gradients of parameters, summed over parts
+forward     part -> embeddings; what the pass began with is kept, activations are freed
+backward    part, gradients of its embeddings -> embeddings again -> gradients of parameters, summed over parts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.batch_rows import BatchPart, tensors_in
+from lightning_hybrid.batch_rows import BatchPart, requires_grad
+from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.exchange import tree_sums
 from lightning_hybrid.contrastive.module_contents import ModuleContents, RandomStreams
 from lightning_hybrid.contrastive.module_state import Buffers, BufferValue, Environment, Parameters, without_logging
@@ -23,60 +24,6 @@ _TOLERANCE_ON_CPU = 1e-6
 """Of the norm of embeddings. On a CPU the second pass has the bits of the first."""
 _TOLERANCE = 1e-2
 """The same on other devices, where kernels may add in any order, and the first call may try several of them."""
-
-
-class Embedding:
-    """The user's function that embeds a part of a batch, with checks of its embeddings.
-
-    Args:
-        function: a module, or a method of one.
-        chunk: rows of a part, for errors.
-
-    Raises:
-        ValueError: it is neither.
-    """
-
-    def __init__(self, function: Callable[[Any], Any], chunk: int) -> None:
-        module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-        if not isinstance(module, nn.Module):
-            raise ValueError(
-                f"`embed` (={function!r}) must be a module, or a method of one: its parameters get the gradients. "
-                "Move the function into your module."
-            )
-        self.module = module
-        self.name = getattr(function, "__qualname__", type(module).__name__)
-        self._function = function
-        self._chunk = chunk
-
-    def of(self, part: BatchPart) -> tuple[Tensor, ...]:
-        """Return the embeddings of a part of the batch.
-
-        Raises:
-            ValueError: they are no tensors with a row for each row of the part.
-        """
-        try:
-            result = self._function(part.batch)
-        except Exception as error:
-            error.add_note(
-                f"`{self.name}` was called by `GlobalBatch` with {part.num_rows} rows: it splits batches into parts of "
-                f"`chunk` (={self._chunk}) rows. If there are too few here, choose a `chunk` that divides the batch."
-            )
-            raise
-        embeddings = tuple(result) if isinstance(result, tuple | list) else (result,)
-        if not embeddings or not all(isinstance(embedding, Tensor) for embedding in embeddings):
-            raise ValueError(
-                f"`embed` (={self.name}) must return a tensor or several (returned a {type(result).__name__}): the "
-                "loss is called with them. Return the tensors in a tuple."
-            )
-        for embedding in embeddings:
-            if embedding.dim() == 0 or len(embedding) != part.num_rows:
-                raise ValueError(
-                    f"`embed` (={self.name}) must return a row for each row of its part of the batch (returned a "
-                    f"tensor of shape {tuple(embedding.shape)} for {part.num_rows} rows). `GlobalBatch` splits tensors "
-                    "and arrays, and lists with an entry for each row: put samples into these, and return values that "
-                    "are no rows from another method."
-                )
-        return embeddings
 
 
 @dataclass(frozen=True)
@@ -94,22 +41,22 @@ class TwoPasses:
 
     Args:
         embedding: embeds a part.
-        untrained: parameters that get their gradients elsewhere.
+        loss_parameters: parameters of the loss, which may be trained alone.
         is_checked: whether to look for code that makes the passes differ even if it takes time.
 
     Raises:
         ValueError: the module has parameters of a kind that cannot be trained in this way.
     """
 
-    def __init__(self, embedding: Embedding, *, untrained: Iterable[Tensor], is_checked: bool) -> None:
+    def __init__(self, embedding: Embedding, *, loss_parameters: Iterable[Tensor], is_checked: bool) -> None:
         contents = ModuleContents.of(embedding.module)
         self._embedding = embedding
         self._module_name = type(embedding.module).__name__
         self._modules = contents.modules
         self._is_checked = is_checked
-        self._parameters = Parameters(
-            embedding.module, contents.modules, untrained=untrained, takes_fingerprints=is_checked
-        )
+        self._parameters = Parameters(embedding.module, contents.modules, takes_fingerprints=is_checked)
+        loss_ids = {id(parameter) for parameter in loss_parameters}
+        self._trains_network = any(id(parameter) not in loss_ids for parameter in self._parameters.trained)
         self._buffers = Buffers(contents.modules)
         self._environment = Environment(contents.modules)
         self._streams = RandomStreams(contents, {parameter.device for parameter in embedding.module.parameters()})
@@ -130,16 +77,7 @@ class TwoPasses:
         Raises:
             ValueError: `embed` cannot run twice, or leaves parameters without a gradient.
         """
-        for part in parts:
-            self._check_batch(part.batch)
-            random_states = self._streams.states()
-            buffers = self._buffers.capture()
-            # Autograd is on, as in the second pass: kernels and user code may depend on it.
-            embeddings = self._embedding.of(part)
-            self._check_graph(embeddings)
-            self.is_differentiable = [embedding.requires_grad for embedding in embeddings]
-            values = tuple(embedding.detach() for embedding in embeddings)
-            self._first_passes.append(_FirstPass(part, random_states, buffers, values))
+        self._first_passes = [self._first_pass(part) for part in parts]
         if names := self._parameters.names_of_changed():
             raise ValueError(
                 f"`embed` (={self._embedding.name}) must not change parameters (changed {_listed(names)}): it runs "
@@ -149,15 +87,24 @@ class TwoPasses:
         by_embedding = zip(*[first.embeddings for first in self._first_passes], strict=True)
         return tuple(torch.cat(values) for values in by_embedding)
 
-    def _check_batch(self, batch: Any) -> None:
-        if any(tensor.requires_grad for tensor in tensors_in(batch)):
+    def _first_pass(self, part: BatchPart) -> _FirstPass:
+        if requires_grad(part.batch):
             raise ValueError(
                 "`batch` must not hold tensors that require gradients: `GlobalBatch` computes gradients of the "
                 f"parameters of `{self._module_name}` alone. Compute these tensors within `embed`, or detach them."
             )
+        random_states = self._streams.states()
+        buffers = self._buffers.capture()
+        # Autograd is on, as in the second pass: kernels and user code may depend on it. The graph ends with this call.
+        embeddings = self._embedding.of(part)
+        self._check_graph(embeddings)
+        self.is_differentiable = [embedding.requires_grad for embedding in embeddings]
+        # Copies: an embedding may be a view of a larger activation.
+        values = tuple(embedding.detach().clone() for embedding in embeddings)
+        return _FirstPass(part, random_states, buffers, values)
 
     def _check_graph(self, embeddings: tuple[Tensor, ...]) -> None:
-        if self.trained and not any(embedding.requires_grad for embedding in embeddings):
+        if self._trains_network and not any(embedding.requires_grad for embedding in embeddings):
             raise ValueError(
                 f"`embed` (={self._embedding.name}) must return embeddings that depend on trained parameters of "
                 f"`{self._module_name}`, which would get no gradient otherwise. Compute them without "
@@ -225,8 +172,8 @@ class TwoPasses:
     def _check_same_kind(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
         kinds = [(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in second]
         expected = []
-        for tensor, requires_grad in zip(first, self.is_differentiable, strict=True):
-            expected.append((tuple(tensor.shape), tensor.dtype, requires_grad))
+        for tensor, is_differentiable in zip(first, self.is_differentiable, strict=True):
+            expected.append((tuple(tensor.shape), tensor.dtype, is_differentiable))
         if kinds != expected:
             raise RuntimeError(
                 f"`embed` (={self._embedding.name}) must return embeddings of the same kind in its second pass (shape, "
@@ -254,7 +201,7 @@ def _distance(second: Sequence[Tensor], first: Sequence[Tensor]) -> Tensor:
     """Return the largest distance between tensors, as a share of their norm."""
     largest = torch.zeros((), dtype=torch.float64, device=first[0].device)
     for after, before in zip(second, first, strict=True):
-        if not (before.is_floating_point() or before.is_complex()):
+        if not before.is_floating_point():
             distance = (after != before).double().mean()
         else:
             difference = (after.detach() - before).double()
@@ -282,7 +229,9 @@ def _leaves_of_graph(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    if len(names) <= 3:
+        return shown
+    return f"{shown} and {len(names) - 3} more"
 
 
 class SecondPass(torch.autograd.Function):
