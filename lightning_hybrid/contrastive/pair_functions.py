@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_hybrid.contrastive.exchange import Peers, TreeSum, tree_sum, tree_sums
@@ -23,11 +22,24 @@ def without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
+def refuse_second_derivatives(name: str) -> None:
+    """Raise an error in a backward whose result is to be differentiated: torch would take parts of it for constants.
+
+    Raises:
+        RuntimeError: the backward runs with `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"`{name}` cannot be differentiated twice, and backward was called with `create_graph=True`. Leave it out."
+        )
+
+
 def _in_full_precision(backward: Callable[..., Any]) -> Any:
     """Let a `backward` run without autocast, in which user code may call it."""
 
     @functools.wraps(backward)
     def run(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_derivatives(backward.__qualname__.partition(".")[0])
         with without_autocast(grad.device):
             return backward(ctx, grad)
 
@@ -96,7 +108,6 @@ class InfoNCEOfBlocks(torch.autograd.Function):
 
     @staticmethod
     @_in_full_precision
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of views and scale. Collective."""
         a, b, scale, *log_sums = ctx.saved_tensors
@@ -135,7 +146,11 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         share = grad / (2 * len(a))
         a_grad = share * scale * _joined(grads[0])
         b_grad = share * scale * _joined(grads[1])
-        return a_grad, b_grad, share * _sum_of_trees(scale_grads) / 2, None, None, None
+        scale_grad = None
+        if ctx.needs_input_grad[2]:
+            # The same on all ranks. A mean of terms of ranks would have other bits once it is multiplied by `scale`.
+            scale_grad = share * ctx.peers.sum(_sum_of_trees(scale_grads)) / (2 * ctx.peers.size)
+        return a_grad, b_grad, scale_grad, None, None, None
 
 
 # ---- SigLIP ----------------------------------------------------------------------------------------------------------
@@ -163,7 +178,6 @@ class SigLIPOfBlocks(torch.autograd.Function):
 
     @staticmethod
     @_in_full_precision
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of views, scale and bias. Collective."""
         a, b, scale, bias = ctx.saved_tensors
@@ -189,7 +203,9 @@ class SigLIPOfBlocks(torch.autograd.Function):
         share = grad / len(a)  # as in `InfoNCEOfBlocks.backward`
         a_grad = share * scale * _joined(grads[0])
         b_grad = share * scale * _joined(grads[1])
-        return a_grad, b_grad, share * _sum_of_trees(scale_grads), share * _sum_of_trees(bias_grads), None, None
+        sums = torch.stack([_sum_of_trees(scale_grads), _sum_of_trees(bias_grads)])
+        scale_grad, bias_grad = share * ctx.peers.sum(sums) / ctx.peers.size
+        return a_grad, b_grad, scale_grad, bias_grad, None, None
 
 
 # ---- Barlow Twins ----------------------------------------------------------------------------------------------------
@@ -214,7 +230,6 @@ class Standardised(torch.autograd.Function):
 
     @staticmethod
     @_in_full_precision
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the rows. Collective."""
         y, inverse_deviation = ctx.saved_tensors
@@ -236,7 +251,6 @@ class Correlation(torch.autograd.Function):
 
     @staticmethod
     @_in_full_precision
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of both views."""
         a, b = ctx.saved_tensors

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.batch_rows import BatchPart, requires_grad
 from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.exchange import tree_sums
 from lightning_hybrid.contrastive.module_contents import ModuleContents, RandomStreams
 from lightning_hybrid.contrastive.module_state import Buffers, BufferValue, Environment, Parameters, without_logging
+from lightning_hybrid.contrastive.pair_functions import refuse_second_derivatives
 
 _TOLERANCE_ON_CPU = 1e-6
 """Of the norm of embeddings. On a CPU the second pass has the bits of the first."""
@@ -250,7 +250,7 @@ class SecondPass(torch.autograd.Function):
         return embeddings
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the trained parameters."""
+        refuse_second_derivatives("GlobalBatch")
         return None, None, *ctx.passes.gradients(grads)

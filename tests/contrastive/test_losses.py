@@ -161,7 +161,7 @@ def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
     loss = learnt(*views())
     loss.backward()
     torch.testing.assert_close(loss.detach(), fixed(*views()), rtol=1e-3 if has_gradient else 0, atol=0)
-    assert (learnt.logit_scale.grad != 0) is has_gradient
+    assert bool(learnt.logit_scale.grad != 0) is has_gradient
 
 
 def of_views(name, inputs, autocast, is_backward_inside):
@@ -202,7 +202,8 @@ class OfEmbeddings(Toy):
     def training_step(self, batch, batch_idx):
         z = self.net(batch[0])
         loss = self.contrastive(z[:, :6], z.flip(1))
-        self.kept = [z.detach(), loss.detach(), {name: p.detach() for name, p in self.contrastive.named_parameters()}]
+        parameters = {name: p.detach().clone() for name, p in self.contrastive.named_parameters()}
+        self.kept = [z.detach(), loss.detach(), parameters]
         return loss
 
     def on_train_batch_end(self, *args):
@@ -223,9 +224,8 @@ def test_a_loss_in_half_precision_is_that_of_the_same_embeddings_in_fp32(name, p
 def test_second_derivatives_of_losses_are_refused():
     for make, _ in LOSSES.values():
         a, b = (view.requires_grad_() for view in views())
-        (grad,) = torch.autograd.grad(make()(a, b), a, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.sum().backward()
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(make()(a, b), a, create_graph=True)
 
 
 CHUNK = BLOCK
