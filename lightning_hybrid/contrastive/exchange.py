@@ -34,7 +34,7 @@ class TreeSum(Generic[Value]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no term has been added."""
+        """True before the first term."""
         return not self._branches
 
     def push(self, term: Value) -> None:
@@ -91,7 +91,7 @@ class Peers:
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether sums have the bits of one rank."""
+        """True if sums have the bits of one rank."""
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:

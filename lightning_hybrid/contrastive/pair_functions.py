@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -72,6 +73,17 @@ def _log_sum(logits: Tensor) -> LogSum:
     return largest, (logits - largest[:, None]).exp().sum(1)
 
 
+def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
+    return (logits - log_sum).exp()
+
+
+def _correct_diagonal_(slope: Tensor, *, is_same_view: bool) -> None:
+    if is_same_view:
+        slope.diagonal().fill_(0)  # a row is not compared with itself
+    else:
+        slope.diagonal().sub_(2)  # partners, in the sums of rows and of columns
+
+
 class InfoNCEOfBlocks(torch.autograd.Function):
     """The loss of `InfoNCE`, given normalised views and the inverse temperature."""
 
@@ -83,16 +95,15 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         trees = [[TreeSum(_add_log_sums) for _ in range(num_blocks)] for _ in views]
         for is_own, tensors in peers.rounds([a, b]):
             columns = [view.split(block) for view in tensors]
-            for view in (0, 1):
-                for i, rows in enumerate(views[view]):
-                    for j in range(num_blocks):
-                        logits = scale * (rows @ columns[1 - view][j].T)
-                        if both_views:
-                            same_view = scale * (rows @ columns[view][j].T)
-                            if is_own and i == j:
-                                same_view.fill_diagonal_(-torch.inf)
-                            logits = torch.cat([logits, same_view], dim=1)
-                        trees[view][i].push(_log_sum(logits))
+            for view, i, j in product((0, 1), range(num_blocks), range(num_blocks)):
+                rows = views[view][i]
+                logits = scale * (rows @ columns[1 - view][j].T)
+                if both_views:
+                    same_view = scale * (rows @ columns[view][j].T)
+                    if is_own and i == j:
+                        same_view.fill_diagonal_(-torch.inf)
+                    logits = torch.cat([logits, same_view], dim=1)
+                trees[view][i].push(_log_sum(logits))
 
         log_sums = []
         for trees_of_view in trees:
@@ -120,27 +131,22 @@ class InfoNCEOfBlocks(torch.autograd.Function):
         for is_own, tensors in ctx.peers.rounds([a, b, *log_sums]):
             columns = [view.split(block) for view in tensors[:2]]
             log_sums_of_columns = [log_sum.split(block) for log_sum in tensors[2:]]
-            for i in range(num_blocks):
-                for j in range(num_blocks):
-                    scale_terms = []
-                    for view in (0, 1):
-                        rows = views[view][i]
-                        row_terms = []
-                        column_views = [1 - view, view] if ctx.both_views else [1 - view]
-                        for column_view in column_views:
-                            products = rows @ columns[column_view][j].T
-                            logits = scale * products
-                            p = (logits - log_sums_of_rows[view][i][:, None]).exp()
-                            p += (logits - log_sums_of_columns[column_view][j][None]).exp()
-                            if is_own and i == j:
-                                if column_view == view:
-                                    p.diagonal().fill_(0)  # a row is not compared with itself
-                                else:
-                                    p.diagonal().sub_(2)  # partners
-                            row_terms.append(p @ columns[column_view][j])
-                            scale_terms.append((p * products).sum())
-                        grads[view][i].push(sum(row_terms[1:], row_terms[0]))
-                    scale_grads[i].push(sum(scale_terms[1:], scale_terms[0]))
+            for i, j in product(range(num_blocks), range(num_blocks)):
+                scale_terms = []
+                for view in (0, 1):
+                    row_terms = []
+                    column_views = [1 - view, view] if ctx.both_views else [1 - view]
+                    for column_view in column_views:
+                        products = views[view][i] @ columns[column_view][j].T
+                        logits = scale * products
+                        slope = _softmax(logits, log_sums_of_rows[view][i][:, None])
+                        slope += _softmax(logits, log_sums_of_columns[column_view][j][None])
+                        if is_own and i == j:
+                            _correct_diagonal_(slope, is_same_view=column_view == view)
+                        row_terms.append(slope @ columns[column_view][j])
+                        scale_terms.append((slope * products).sum())
+                    grads[view][i].push(sum(row_terms[1:], row_terms[0]))
+                scale_grads[i].push(sum(scale_terms[1:], scale_terms[0]))
 
         # The mean over ranks makes this the gradient of the global loss.
         share = grad / (2 * len(a))
@@ -165,12 +171,12 @@ class SigLIPOfBlocks(torch.autograd.Function):
         rows = a.split(block)
         trees = tree_sums(len(rows))
         for is_own, (other_b,) in peers.rounds([b]):
-            for j, columns in enumerate(other_b.split(block)):
-                for i, rows_of_block in enumerate(rows):
-                    logits = scale * (rows_of_block @ columns.T) + bias
-                    if is_own and i == j:
-                        logits.diagonal().neg_()
-                    trees[i].push(F.softplus(logits).sum())
+            columns = other_b.split(block)
+            for i, j in product(range(len(rows)), range(len(rows))):
+                logits = scale * (rows[i] @ columns[j].T) + bias
+                if is_own and i == j:
+                    logits.diagonal().neg_()
+                trees[i].push(F.softplus(logits).sum())
         ctx.save_for_backward(a, b, scale, bias)
         ctx.peers = peers
         ctx.block = block
@@ -188,17 +194,15 @@ class SigLIPOfBlocks(torch.autograd.Function):
         bias_grads = tree_sums(num_blocks)
         for is_own, tensors in ctx.peers.rounds([a, b]):
             columns = [view.split(ctx.block) for view in tensors]
-            for view in (0, 1):
-                for i, rows in enumerate(views[view]):
-                    for j in range(num_blocks):
-                        products = rows @ columns[1 - view][j].T
-                        slope = torch.sigmoid(scale * products + bias)
-                        if is_own and i == j:
-                            slope.diagonal().sub_(1)
-                        grads[view][i].push(slope @ columns[1 - view][j])
-                        if view == 0:
-                            scale_grads[i].push((slope * products).sum())
-                            bias_grads[i].push(slope.sum())
+            for view, i, j in product((0, 1), range(num_blocks), range(num_blocks)):
+                products = views[view][i] @ columns[1 - view][j].T
+                slope = torch.sigmoid(scale * products + bias)
+                if is_own and i == j:
+                    slope.diagonal().sub_(1)
+                grads[view][i].push(slope @ columns[1 - view][j])
+                if view == 0:
+                    scale_grads[i].push((slope * products).sum())
+                    bias_grads[i].push(slope.sum())
 
         share = grad / len(a)  # as in `InfoNCEOfBlocks.backward`
         a_grad = share * scale * _joined(grads[0])

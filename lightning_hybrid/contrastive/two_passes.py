@@ -62,7 +62,7 @@ class TwoPasses:
         self._streams = RandomStreams(contents, {parameter.device for parameter in embedding.module.parameters()})
         self._first_passes: list[_FirstPass] = []
         self.is_differentiable: list[bool] = []
-        """For each embedding, whether it depends on a trained parameter."""
+        """For each embedding: does it depend on a trained parameter?"""
 
     @property
     def trained(self) -> list[Tensor]:
