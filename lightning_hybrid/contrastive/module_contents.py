@@ -58,14 +58,14 @@ class ModuleContents:
             if isinstance(value, nn.Module):
                 contents.modules.append(value)
                 depth = 0
-            for neighbour in _neighbours(value, depth):
+            for neighbour in reversed(_neighbours(value, depth)):
                 is_empty = type(neighbour) in (dict, OrderedDict) and not neighbour  # most attributes of modules
                 if not is_empty and type(neighbour) not in _LEAF_TYPES:
                     stack.append((neighbour, depth + 1))
         return contents
 
 
-def _neighbours(value: Any, depth: int) -> Iterable[Any]:
+def _neighbours(value: Any, depth: int) -> list[Any]:
     """Return what a value leads to: entries of a container, attributes of a module or plain object."""
     if isinstance(value, nn.Module):
         return [*value.children(), *vars(value).values()]

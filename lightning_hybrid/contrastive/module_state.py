@@ -28,7 +28,7 @@ class BufferValue:
 
     module: nn.Module
     name: str
-    value: Tensor
+    value: Tensor | None
 
 
 class Buffers:
@@ -42,8 +42,11 @@ class Buffers:
         """Return the current values."""
         values = []
         for module in self._modules:
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module._buffers.items():
                 key = (id(module), name)
+                if buffer is None:
+                    values.append(BufferValue(module, name, None))
+                    continue
                 if key not in self._latest or not _is_equal(self._latest[key], buffer):
                     # Not by torch's count of writes: BatchNorm's kernels do not raise it.
                     self._latest[key] = buffer.detach().clone()
@@ -55,11 +58,12 @@ class Buffers:
         """Show copies of earlier values within the context. What is written there is dropped."""
         current = []
         for module in self._modules:
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module._buffers.items():
                 current.append((module, name, buffer))
         try:
             for captured in values:
-                setattr(captured.module, captured.name, captured.value.clone())
+                value = None if captured.value is None else captured.value.clone()
+                setattr(captured.module, captured.name, value)
             yield
         finally:
             for module, name, buffer in current:

@@ -52,11 +52,12 @@ class Augmentations:
     def __init__(self):
         self.generators = {"noise": np.random.default_rng(3), "mask": random.Random(4)}
         self.legacy = [np.random.RandomState(5)]
+        self.shift = partial(torch.randn, 1, generator=torch.Generator().manual_seed(6))
 
     def __call__(self, x):
         keep = self.generators["mask"].random() < 0.5
         noise = self.generators["noise"].normal(size=x.shape) + self.legacy[0].normal()
-        return x * keep + torch.from_numpy(noise).float()
+        return x * keep + torch.from_numpy(noise).float() + self.shift()
 
 
 class GeneratorsOfHelpers(Network):
@@ -158,13 +159,18 @@ class HiddenTeacher(Network):
 
 
 class MovingCentre(Network):
+    """A centre of a teacher's outputs, which begins with the first batch."""
+
     def __init__(self):
         super().__init__()
-        self.register_buffer("centre", torch.zeros(6))
+        self.register_buffer("centre", None)
 
     def embed(self, x):
         student = self.net(x)
-        teacher = self.net(x.flip(1)).detach() - self.centre
+        teacher = self.net(x.flip(1)).detach()
+        if self.centre is None:
+            self.centre = teacher.mean(0)
+        teacher = teacher - self.centre
         self.centre.data.mul_(0.9).add_(0.1 * teacher.mean(0))
         return student, teacher
 

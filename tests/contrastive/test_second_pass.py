@@ -3,19 +3,25 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from lightning_hybrid.contrastive import GlobalBatch
 from tests.contrastive.networks import (
     CHUNK,
     DEPENDS_ON_PARTS,
     DRAWS,
+    LOSS,
     NETWORKS,
     PAIRS,
+    Network,
     SpectralNorm,
     assert_same_step,
     data,
+    made,
     with_activations_kept,
     with_global_batch,
 )
+from tests.toy import error_of
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -64,3 +70,14 @@ def test_a_step_of_several_ranks_is_that_with_all_activations_kept(world, reques
         for parameter, expected in with_activations_kept(NETWORKS[name], data(2 * PAIRS), 2 * PAIRS)[0].items():
             mean = sum(grads[name][parameter] for grads in by_rank) / len(by_rank)
             assert (mean - expected).norm() <= 2e-6 * expected.norm(), (name, parameter)
+
+
+def sharded_on_rank():
+    network = made(Network)
+    fully_shard(network.net)
+    return error_of(GlobalBatch(LOSS, chunk=CHUNK), network.embed, data())
+
+
+def test_sharded_parameters_are_refused_on_every_rank(two_ranks):
+    for error in two_ranks.run(sharded_on_rank):
+        assert error.startswith("ValueError: `net.0.weight` (a DTensor) must be a plain parameter")
