@@ -15,8 +15,8 @@ from lightning_hybrid.comm.stats.trace import CommTrace
 from lightning_hybrid.optim.dtensor import is_dtensor
 from lightning_hybrid.placement import Part
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 class RunStatus:
     """The state of a run that `HybridAllReduceStrategy` carries out; every field is empty under another strategy."""
 
-    optimizer_steps: Sequence[OptimizerStepState] = ()  # of each optimizer; () unless there are fp32 masters
-    masters: MasterWeights | None = None  # while the module is converted
+    optimizer_steps: Sequence[OptimizerStepState] = ()  # of each optimizer; () unless in half precision
+    window: HalfPrecisionWindow | None = None  # of half precision, while a run lasts
     has_grad_scaler: bool = False  # whether Lightning scales the loss (`precision="16-mixed"`)
     comm_trace: CommTrace | None = None  # counters of the communication, while a fit runs
     communication_plan: str | None = None  # ranks, nodes, buckets and algorithms in one line, once known
+    # By id of a parameter that ranks share: the fp32 values of this rank's part.
+    master_parts: Mapping[int, Tensor] = field(default_factory=dict)
     parts: Mapping[int, Part] = field(default_factory=dict)  # by id of a parameter: what this rank has of it to update
     place_in_node: tuple[int, int] = (0, 1)  # where parts are shared: local rank, ranks; equal ones have the same parts
     # While it is entered with an optimizer, that has what this rank updates in place of the parameters.
@@ -52,7 +54,7 @@ class RunStatus:
 
     @property
     def num_skipped_steps(self) -> int | None:
-        """Skipped steps of all optimizers; None without fp32 masters. Waits for the device."""
+        """Skipped steps of all optimizers; None unless in half precision. Waits for the device."""
         return sum(int(one.num_skipped) for one in self.optimizer_steps) if self.optimizer_steps else None
 
 
@@ -81,8 +83,9 @@ def tensors_of_replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
         yield f"`{name}`", parameter
         part = status.parts.get(id(parameter))
         which = "" if part is None else f"{PART} {part.begin} to {part.end} of "
-        if status.masters is not None and (pair := status.masters.pair_of(parameter)) is not None:
-            yield f"{which}the fp32 master of `{name}`", pair.master
+        master_part = status.master_parts.get(id(parameter))
+        if master_part is not None:
+            yield f"{which}the fp32 values of `{name}`", master_part
         for optimizer in trainer.optimizers:
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

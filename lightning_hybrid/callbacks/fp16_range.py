@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train_loader
 from lightning_hybrid.checks import require_whole
-from lightning_hybrid.precision.master_weights import NORMALISATION_TYPES, is_reparametrised
+from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
 
 SUBNORMAL, NORMAL, END = -24, -14, 16  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
 LEAST, MOST, LARGEST_SCALE = -50, 40, 24  # exponents of the counts, and that of the largest loss scale
@@ -33,8 +33,8 @@ ABOVE = {
     "gradient": "precision='bf16-true', as no loss scale is below 1; or a mean in the loss, no sum",
 }
 BELOW = {
-    "weight": "fp32 masters hold them, forward sees 0: draw them wider, or precision='bf16-true'; LAMB moves so small "
-    "a layer with weight_norm_bounds=(low, high)",
+    "weight": "the fp32 weights hold them, forward sees 0: draw them wider, or precision='bf16-true'; LAMB moves so "
+    "small a layer with weight_norm_bounds=(low, high)",
     "activation": NORMALISE,
     "gradient": "precision='bf16-true', as no loss scale holds the largest and the smallest",
 }

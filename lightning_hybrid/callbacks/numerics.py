@@ -73,6 +73,10 @@ class NumericsMonitor(Callback):
         self._batch: tuple[Any, int] | None = None
         self._probes: LayerProbes | None = None
 
+    def reads_gradients(self, trainer: pl.Trainer) -> bool:
+        """Return whether `p.grad` is read after the step in progress."""
+        return is_logged_step(trainer, is_next=True)
+
     # ---- per batch: nothing waits ------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -35,7 +35,7 @@ class DataOrderError(RuntimeError):
 
 
 class ReplicaCheck(Callback):
-    """A comparison of all ranks' weights, masters, optimizer state and loss scales, bit for bit, every so many steps.
+    """A comparison of all ranks' weights, optimizer state and loss scales, bit for bit, every so many steps.
 
     It also compares what decides on the order of the data: seed, epoch, number of shares (`order_of`). After a flipped
     bit, code that runs on some ranks only, another library or checkpoint, a rank's gradients belong to other weights.
@@ -45,7 +45,7 @@ class ReplicaCheck(Callback):
 
     Only where they differ are the fingerprints of all tensors exchanged, to say which is the first. The start of
     training, also from a checkpoint, and its end are checked too. Buffers and parameters that DDP ignores are left out.
-    Where the ranks of a node share masters and optimizer state, (a, b) are of what all have, and another two for each
+    Where the ranks of a node share the update, (a, b) are of what all have, and another two for each
     local rank are of its parts: those of equal local rank, one on every node, have the same. While nodes train on their
     own (`LocalSteps`), the ranks of each node are compared.
 

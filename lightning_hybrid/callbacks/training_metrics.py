@@ -64,6 +64,10 @@ class TrainingMetrics(Callback):
         self.peak_flops_per_s = peak_flops_per_s
         self.with_trust_ratios = with_trust_ratios
 
+    def reads_gradients(self, trainer: pl.Trainer) -> bool:
+        """Return whether `p.grad` is read after the step in progress."""
+        return self.with_trust_ratios and is_logged_step(trainer, is_next=True)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         self._last_step = trainer.global_step
@@ -196,15 +200,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def trust_ratio_metrics(optimizer: Optimizer, status: RunStatus) -> dict[str, float]:
     """Return least, median and largest trust ratio of each group after a step; nothing after a skipped one."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     if status.has_grad_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
         return {}  # gradients are still scaled, by a factor that the scaler may have changed since
-    # LARS and LAMB took half-precision gradients as they are, still scaled.
-    is_scaled = any(param.dtype is param.grad.dtype in (torch.float16, torch.bfloat16) for param in params)
-    grad_scale = status.optimizer_steps[0].grad_scale if is_scaled and status.optimizer_steps else None
     values = dict[str, float]()
     with status.update_context(optimizer):
-        groups = [list(group.values()) for group in trust_ratios(optimizer, grad_scale=grad_scale)]
+        groups = [list(group.values()) for group in trust_ratios(optimizer)]
     for index, group in enumerate(groups):
         if not group:
             continue

@@ -1,12 +1,13 @@
-"""Half-precision training with fp32 master weights in a loop of the user's own: the precision plugin for Fabric.
+"""Half-precision training on fp32 weights in a loop of the user's own: the precision plugin for Fabric.
 
-It does what `plugin.py` does in the Trainer's manual optimization, for any number of modules and optimizers.
+It does what `plugin.py` does in the Trainer's manual optimization, for any number of modules and optimizers. The window
+is open in each forward and in each backward only, so all code of the loop sees fp32 parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,25 +15,28 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.precision.closure_steps import ClosureStep
+from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.optimizer_protocol import evaluates_closure
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.precision.skipped_steps import OptimizerStepState, raise_if_stuck
+from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 
-# Every so many steps of an optimizer the host asks the device whether all were skipped, as the Trainer does at its
+# The host asks the device after this many steps of an optimizer whether all were skipped, as the Trainer does at its
 # logged steps: 50 is its default.
 _ASK_EVERY = 50
 
 
 class FabricMasterWeightMixin(MasterWeightMixin):
-    """A Fabric plugin for fp16 (or bf16) models and gradients with fp32 masters, optimizer state and normalisation.
+    """A Fabric plugin for training in fp16 (or bf16) on fp32 weights, with fp32 gradients and optimizer state.
 
-        forward         under autocast, on the half copies of the masters; outputs come back in fp32
+        forward         under autocast, on half-precision copies of the weights; outputs come back in fp32
         backward        of the loss times its scale; then `p.grad` is fp32 and unscaled, to be read, clipped or changed
-        optimizer.step  on the fp32 masters, or not at all where a gradient was inf or nan
+        optimizer.step  on the fp32 weights, or not at all where a gradient was inf or nan
 
     Each optimizer has a loss scale of its own; a backward takes the smallest of those that it can reach. Checkpoints
-    hold the masters, the fp32 state of the optimizers and the loss scales. Arguments and errors are those of the
+    hold the fp32 weights, the fp32 state of the optimizers and the loss scales. Arguments and errors are those of the
     Trainer's `MasterWeightPrecision`; 40 skipped steps in a row are looked for every 50 steps.
     """
 
@@ -52,66 +56,111 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert in place; fp32 values are cloned before the cast."""
-        if self.masters is None:
-            self.masters = MasterWeights(module, self.dtype, self.keep_fp32)
-            self.masters.hooks.step_context = self.forward_context
-        else:
-            self.masters.convert(module)
+        """Take a module; `add_module` makes its half-precision copies once it is on its device."""
         self._modules.append(module)
         return module
 
-    def connect_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that cannot work; load its state as fp32 wherever `load_state_dict` is called."""
-        self.connect(self._modules, [optimizer], [])
-        # torch casts what it loads to the dtype of the parameters.
-        optimizer.load_state_dict = partial(self._load_on_masters, optimizer)  # type: ignore[method-assign]
-        if optimizer.state:  # made by its constructor, maybe of half-precision parameters
-            optimizer.load_state_dict(optimizer.state_dict())
+    def add_module(self, module: nn.Module, device: torch.device) -> None:
+        """Make the half-precision copies of a module that has moved to its device."""
+        self._device = device
+        self._compute_device = device
+        if self.window is None:
+            self._full_accumulation.begin()
+            self._module = self._modules
+            self._begin_window(HalfPrecisionWindow(module, self.dtype, self.keep_fp32))
+        else:
+            self.window.add(module)
+        self.optimizer_steps.to(device)
 
-    def _load_on_masters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        assert self.masters is not None
-        with self.masters.swapped_in(optimizer):
-            type(optimizer).load_state_dict(optimizer, state_dict)
+    def connect_optimizer(self, optimizer: Optimizer) -> None:
+        """Give the optimizer a loss scale."""
+        self.connect(self._modules, [optimizer], [])
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Run a forward on half-precision parameters under autocast; errors about dtypes get a note with the cure."""
+        assert self.gradients is not None
+        # DDP may make its buckets again in a forward, and would round the gradients that it finds.
+        hidden = self.gradients.hidden(list(self._modules.parameters()))
+        with self._add_cure_to_errors(), hidden, super().forward_context():
+            yield
+
+    @contextmanager
+    def _add_cure_to_errors(self) -> Iterator[None]:
+        # The Trainer reports an error to its strategy. Fabric does not: it is caught on its way to the user.
+        try:
+            yield
+        except Exception as error:
+            add_cure(error, self.precision)
+            raise
+
     def convert_output(self, data: Any) -> Any:
         """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
-        return apply_to_collection(data, Tensor, lambda one: one.float() if one.dtype is self.dtype else one)
+        return apply_to_collection(data, Tensor, self._to_fp32)
+
+    def _to_fp32(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype is self.dtype else tensor
 
     def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Choose the scale of this backward; gradients that stayed are made ready for more to be added."""
-        self._scale = None if self.loss_scale is None else self.optimizer_steps.scale_for_backward()
-        self._unscaled.prepare_for_backward(self._scale, sums=True, averages=self.averages)
-        self._last_loss = tensor.detach()
+        """Do nothing: `backward` does all."""
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward of the loss times its scale, in fp32: a half-precision one would overflow."""
-        super().backward(tensor if self._scale is None else tensor.float() * self._scale, *args, **kwargs)
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward of the loss times its scale, in fp32; then put fp32 gradients, unscaled, into `p.grad`."""
+        assert self.window is not None
+        assert self.gradients is not None
+        parameters = list(self._modules.parameters())
+        with self._add_cure_to_errors(), self.window.opened():
+            loss = self._begin_backward(tensor, parameters)
+            with self._in_backward(parameters):
+                self.gradients.add_outside_terms(loss)
+                super(MasterWeightMixin, self).backward(loss, model, *args, **kwargs)
+            groups: Any = self.optimizer_steps.parameters_by_optimizer(parameters)
+            self.gradients.finish(groups, self._scale, self._averages)
+
+    def _averages(self, parameter: Tensor) -> bool:
+        return self.averages(parameter)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> None:  # type: ignore[override]
-        """Put fp32 gradients, unscaled, into `p.grad`."""
-        assert self.masters is not None
-        options: Any = {"to_fp32": self.masters.gradient_fp32, "is_local": lambda one: not self.averages(one)}
-        for parameters in self.optimizer_steps.parameters_by_optimizer(self._modules.parameters()):
-            self._unscaled.unscale(parameters, self._scale, **options)
-        self._unscaled.put_back()
+        """Do nothing: `backward` does all."""
 
     # ---- optimizer step --------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the closure, if there is one, then step on the masters or skip the step whole."""
+        """Run the closure, if there is one, then step or skip the step whole."""
         closure = kwargs.pop("closure", None)
-        result = None if closure is None else closure()
-        assert self._step is not None
         state = self.optimizer_steps.of(optimizer)
         state.skip_flag = None
-        found_inf = self._unscale_(optimizer, state)
-        self._step.from_unscaled(optimizer, state, found_inf, **kwargs)
+        if closure is not None and evaluates_closure(optimizer):
+            return self._step_on_closure(optimizer, state, closure, **kwargs)
+        result = None if closure is None else closure()
+        found_inf = self._verdict(optimizer, state)
+        with self._add_cure_to_errors():
+            self._step_or_skip(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)
+        return result
+
+    def _step_on_closure(
+        self, optimizer: Optimizer, state: OptimizerStepState, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self.window is not None
+
+        def has_overflowed() -> bool:
+            found_inf = self._verdict(optimizer, state)
+            if found_inf is None:
+                return False
+            state.count(found_inf)
+            self._stop_if_stuck(state, self._modules)
+            return bool(found_inf)
+
+        step = ClosureStep(self.window, evaluate=closure, has_overflowed=has_overflowed)
+        with self._running_step(optimizer):
+            result = step.run(optimizer, **kwargs)
+        if step.was_skipped:
+            state.skip_flag = SkipFlag(True)
         return result
 
     @property
@@ -122,11 +171,9 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         self._num_steps += 1
         flag = state.skip_flag
         if self._num_steps % _ASK_EVERY == 0 or (flag is not None and flag.is_known and flag.was_skipped()):
-            raise_if_stuck(state, model, self._last_loss, step=f"optimizer step {self._num_steps} of this process")
+            self._raise_if_stuck(state, model, step=f"optimizer step {self._num_steps} of this process")
 
     def teardown(self) -> None:
-        """Make the modules fp32 again, with the masters' values."""
-        for state in self.optimizer_steps:
-            vars(state.optimizer or self).pop("load_state_dict", None)
+        """Leave the modules with their fp32 parameters."""
         self._modules = nn.ModuleList()
         super().teardown()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -74,7 +75,7 @@ class FabricHybridAllReduce(_Base):
             start_method: as in Fabric's `DDPStrategy`.
         algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, reduction: keywords of 0.2, which go with
             the next release; the warning has what to write.
-        **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is on unless set.
+        **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
 
     Raises:
         ValueError: an option does not exist or a value cannot work; before any process group exists.
@@ -179,19 +180,21 @@ class FabricHybridAllReduce(_Base):
         connect_ranks(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap in DDP with an engine of its own, and give every rank rank zero's masters. Collective."""
+        """Wrap in DDP with an engine of its own, and give every rank rank zero's weights. Collective."""
         half = self._half
-        if half is not None:
-            half.follow_device(self.root_device)
-            half.averages = partial(_is_averaged_now, self._wrapper_of)
         averaged, ignored = trained_parameters(module)
+        if half is not None:
+            half.add_module(module, self.root_device)
+            half.averages = partial(_is_averaged_now, self._wrapper_of)
+            assert half.window is not None
+            if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+                half.window.broadcast_(module, ignored)
         self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-        self._comm.find_plan(module)
-        wrapped = self._comm.wrap(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
-        # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
-        if half is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
-            assert half.masters is not None
-            half.masters.broadcast_(module, ignored)
+        device_ids = self._determine_ddp_device_ids()
+        # DDP and the plan of its buckets are for the parameters of forward and backward.
+        with nullcontext() if half is None or half.window is None else half.window.opened():
+            self._comm.find_plan(module)
+            wrapped = self._comm.wrap(module, device_ids=device_ids, is_half=half is not None, **self._ddp_kwargs)
         engine = self._comm.new_engine(self.precision)
         self._comm.average_by(engine, wrapped, module.parameters())
         if not self._engines:
@@ -206,7 +209,7 @@ class FabricHybridAllReduce(_Base):
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuse an optimizer that cannot work with masters; load its state as fp32."""
+        """Give the optimizer a loss scale."""
         self._comm.warn_of_reduction([optimizer])
         if self._half is not None:
             self._half.connect_optimizer(optimizer)

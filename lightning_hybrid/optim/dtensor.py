@@ -139,7 +139,7 @@ class ShardSums:
 
 @contextmanager
 def local_shards(optimizer: Any) -> Iterator[Any]:
-    """Yield `optimizer` as it is on this rank: parameters, gradients, state and copies are plain local tensors.
+    """Yield `optimizer` as it is on this rank: parameters, gradients and state are plain local tensors.
 
     What a step writes there is written to the DTensors, as they share memory; new state becomes state of `optimizer`.
     Lists take all tensors at once, unless `foreach` says otherwise: else there would be a collective for each.
@@ -152,14 +152,11 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
         # Kept from step to step, since the fused step holds addresses. Never saved: torch saves groups and state only.
         view = optimizer._local_view = object.__new__(type(optimizer))
         view.__dict__.update(
-            defaults=optimizer.defaults, param_groups=[], state=defaultdict(dict), copies={}, wholes={}, shard_sums=None
+            defaults=optimizer.defaults, param_groups=[], state=defaultdict(dict), wholes={}, shard_sums=None
         )
         view.state_lists = lambda params, *keys: _state_lists(optimizer, view, params, *keys)
     _refresh(optimizer, view)
     sharded = {local: param for local, param in view.wholes.items() if local is not param}
-    # Nor does a shard see what a user wrote to its DTensor: a fused step would take the norm of before.
-    seen = view.__dict__.setdefault("versions", {})
-    torch.autograd.graph.increment_version([one for one, param in sharded.items() if seen.get(one) != param._version])
     versions = [local._version for local in sharded]
     try:
         for local, param in sharded.items():
@@ -175,11 +172,10 @@ def local_shards(optimizer: Any) -> Iterator[Any]:
     # A DTensor does not see what is written to its shard: without this, backward would use a changed weight.
     written = [param for (local, param), old in zip(sharded.items(), versions, strict=True) if local._version != old]
     torch.autograd.graph.increment_version(written)
-    view.versions = {local: param._version for local, param in sharded.items()}
 
 
 def _refresh(optimizer: Any, view: Any) -> None:
-    """Make groups, parameters, state and copies of the view those of now; what has not changed stays as it is."""
+    """Bring the groups, parameters and state of the view up to date; what has not changed stays as it is."""
     known = {id(param): local for local, param in view.wholes.items()}
     locals_ = [[_known_or_new(known, param) for param in group["params"]] for group in optimizer.param_groups]
     wholes = {
@@ -198,9 +194,6 @@ def _refresh(optimizer: Any, view: Any) -> None:
         foreach = True if group["foreach"] is None else group["foreach"]
         mine.update(group | {"params": some, "foreach": foreach, "fused": bool(group["fused"])})
     view.work_group = getattr(optimizer, "work_group", None)
-    view.copies = {
-        local: local_shard(optimizer.copies[param]) for local, param in wholes.items() if param in optimizer.copies
-    }
     for local, param in wholes.items():
         view.state[local] = {key: local_shard(value) for key, value in optimizer.state.get(param, {}).items()}
 

@@ -157,38 +157,38 @@ class LAMB(LayerwiseOptimizer):
         return self._next_steps(params, group["capturable"])
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        lr, scaling = lr_of(group, params[0].device), self._scaling
+        lr = lr_of(group, params[0].device)
+        scaling = self._scaling
         # Three passes over the blocks: moments, |u|, update. |u| of a whole tensor is known before any block moves.
-        norms = self._whole_norms(params)
-        steps = self._take(group, params, grads) if norms is None else [self._part_steps[param] for param in params]
-        copies = self._copies_of(params)
-        moments = self.state_lists(params, "exp_avg", "exp_avg_sq")
-        blocks = list(in_blocks(params, *moments, *([copies] if copies else [])))
-        if not group["trust_ratio"]:
-            for some_params, means, squares, *_ in blocks:
-                adamw_(some_params, means, squares, steps, group=group, lr=lr, scaling=scaling)
+        part_norms = self._whole_norms(params)
+        if part_norms is None:
+            steps = self._take(group, params, grads)
         else:
-            updates = None
-            if norms is None:
-                of_blocks = []
-                for some_params, means, squares, *_ in blocks:
-                    updates = lamb_updates(some_params, means, squares, steps, group=group)
-                    of_blocks.append(tensor_norms(updates))
-                norms = [tensor_norms(params), combined_norms(of_blocks)]
-                if self.shard_sums is not None:
-                    norms = self.shard_sums.norms(params, *norms)
-            bounds = group["weight_norm_bounds"]
-            ratios = trust_ratio(norms[0] if bounds is None else norms[0].clamp(*bounds), norms[1])
-            if group["trust_clip"] is not None:
-                ratios = ratios.clamp(max=group["trust_clip"])
-            for some_params, means, squares, *_ in blocks:
-                if updates is None or len(blocks) > 1:
-                    # Reading two moments again costs less than keeping a large u between its norm and its use.
-                    updates = lamb_updates(some_params, means, squares, steps, group=group)
-                lamb_(some_params, updates, lr=lr, ratios=ratios, scaling=scaling)
-        for some_params, _, _, *some_copies in blocks:
-            if some_copies:
-                torch._foreach_copy_(some_copies[0], some_params)
+            steps = [self._part_steps[param] for param in params]
+        blocks = list(in_blocks(params, *self.state_lists(params, "exp_avg", "exp_avg_sq")))
+        if not group["trust_ratio"]:
+            for some_params, means, squares in blocks:
+                adamw_(some_params, means, squares, steps, group=group, lr=lr, scaling=scaling)
+            return
+
+        updates = None
+        if part_norms is None:
+            norms_of_blocks = []
+            for some_params, means, squares in blocks:
+                updates = lamb_updates(some_params, means, squares, steps, group=group)
+                norms_of_blocks.append(tensor_norms(updates))
+            weight_norms = tensor_norms(params)
+            update_norms = combined_norms(norms_of_blocks)
+            if self.shard_sums is not None:
+                weight_norms, update_norms = self.shard_sums.norms(params, weight_norms, update_norms)
+        else:
+            weight_norms, update_norms = part_norms
+        ratios = lamb_ratios(weight_norms, update_norms, group=group)
+        for some_params, means, squares in blocks:
+            if updates is None or len(blocks) > 1:
+                # Reading two moments again costs less than keeping a large u between its norm and its use.
+                updates = lamb_updates(some_params, means, squares, steps, group=group)
+            lamb_(some_params, updates, lr=lr, ratios=ratios, scaling=scaling)
 
     def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
         """Count this step, unless it is skipped; return the counts as `_corrections` takes them."""
@@ -259,6 +259,16 @@ def lamb_vectors(
     updates = (lamb_updates(some, means, squares, [step], group=group)[0] for some, means, squares in blocks)
     of_updates = ShardedVector(part=part, pieces=updates, is_in_blocks=not is_together(group, param))
     return [ShardedVector(part=part, pieces=[param]), of_updates]
+
+
+def lamb_ratios(weight_norms: Tensor, update_norms: Tensor, *, group: dict[str, Any]) -> Tensor:
+    """Compute q of `LAMB` from |w| and |u|, clipped if the group has a bound."""
+    if group["weight_norm_bounds"] is not None:
+        weight_norms = weight_norms.clamp(*group["weight_norm_bounds"])
+    ratios = trust_ratio(weight_norms, update_norms)
+    if group["trust_clip"] is not None:
+        ratios = ratios.clamp(max=group["trust_clip"])
+    return ratios
 
 
 def lamb_(

@@ -12,7 +12,7 @@ from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks,
 from lightning_hybrid.optim.fused.step import FusedLars
 from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, decayed_gradients, is_together, lr_of, state_dtype
 from lightning_hybrid.optim.layerwise import options_of
-from lightning_hybrid.optim.orthogonal_step import OrthogonalStep, refuse_part
+from lightning_hybrid.optim.orthogonal import OrthogonalStep, refuse_part
 from lightning_hybrid.optim.trust_ratio import ShardedVector, combined_norms, tensor_norms, trust_ratio
 from lightning_hybrid.placement import Part
 
@@ -89,7 +89,7 @@ class LARS(OrthogonalStep):
     the ranks of a node, each rank orthogonalises a part of the tensors and sends it to the others in float16: the bits
     are the same as without. Source: Jordan et al. 2024 (Muon); Bernstein & Newhouse 2024 (arXiv:2409.20325).
 
-    For half-precision gradients and copies, loss scale and skipping see `LayerwiseOptimizer`.
+    For half-precision gradients, loss scale and skipping see `LayerwiseOptimizer`.
 
     Raises:
         ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
@@ -179,23 +179,20 @@ class LARS(OrthogonalStep):
         if group["direction"] == "orthogonal":
             self._orthogonal_update(group, params, grads)
             return
-        lr, scaling = lr_of(group, params[0].device), self._scaling
+        lr = lr_of(group, params[0].device)
+        scaling = self._scaling
         # The ratio is of the whole tensor, so it is computed before any block of the tensor moves.
         ratios = None
         if group["trust_ratio"]:
             norms = self._whole_norms(params)
             sums = self.shard_sums
             ratios = lars_ratios(params, grads, group=group, lr=lr, scaling=scaling, norms=norms, shard_sums=sums)
-        copies = self._copies_of(params)
-        lists = [params, grads, *([copies] if copies else [])]
+
+        lists = [params, grads]
         if group["momentum"] != 0:
             lists += self.state_lists(params, "momentum_buffer")
-        for some_params, some_grads, *others in in_blocks(*lists):
-            some_copies = others.pop(0) if copies else None
-            lars_(some_params, some_grads, *others, group=group, lr=lr, ratios=ratios, scaling=scaling)
-            # From the weights as they are stored: after a skipped step this writes what was there.
-            if some_copies is not None:
-                torch._foreach_copy_(some_copies, some_params)
+        for blocks in in_blocks(*lists):
+            lars_(*blocks, group=group, lr=lr, ratios=ratios, scaling=scaling)
 
 
 def lars_vectors(

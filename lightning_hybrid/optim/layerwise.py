@@ -30,33 +30,34 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LayerwiseOptimizer(Optimizer):
-    """An optimizer that scales each tensor's step by a trust ratio; the subclasses LARS and LAMB define the rule.
+    """Base of optimizers that scale each tensor's step by a trust ratio; the subclasses LARS and LAMB define the rule.
 
     It checks the options of the defaults and of each group; an unknown group key is an error. State is float32 for
     half-precision parameters, also after `load_state_dict`. The rule gets lists of tensors: one tensor per list or,
     with `foreach`, all tensors of a device and dtype.
 
-    Mixed precision goes through plain attributes, for `torch.amp.GradScaler` and for owners of float32 masters:
+    Gradients may have another dtype than their parameters, and may be scaled. `torch.amp.GradScaler`, or a caller that
+    has half-precision gradients of fp32 parameters (`param.grad_dtype = None`), sets and reads plain attributes:
 
-        grad_scale              0-dim tensor: the step divides gradients by it; they may be half precision
-        found_inf               0-dim tensor: if above 0, the step writes nothing, to the bit
-        last_found_inf          result of a step with one of the two: its `found_inf`, or what it found itself
-        copies                  {parameter: half-precision copy}: the step writes each as parameter.to(dtype)
+        grad_scale              0-dim tensor: the step divides gradients by it
+        found_inf               0-dim tensor: if above 0, the step writes nothing, bit for bit
+        last_found_inf          result of a step with one of the two: its `found_inf`, or the result of its own check
 
-    Ranks may share the update, by two more: the trust ratio is that of the whole tensor, in the fused step to the bit.
+    All three are on the device, and the host reads none of them. With `grad_scale` and no `found_inf` (absent or None)
+    a step first checks the gradients for inf and nan itself. It does not change gradients: a second step would divide
+    them again.
 
-        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, with gradient and copy;
+    Ranks may share the update, by two more attributes. The trust ratio is then that of the whole tensor, in the fused
+    step bit for bit.
+
+        parts                   {parameter: `Part`}: a 1-D parameter that is a part of a tensor, and has its gradient;
                                 or a slice in any dimension, whose part is from 0 to its own number of elements
         add_up_                 adds a float64 tensor over the ranks that hold the parts, in place, the same bits on all
 
     LARS calls `add_up_` once a step, LAMB twice; all those ranks must step. Parameters without a part are whole on all
-    of them. Where one rank finds inf or nan, or is given a `found_inf` above 0, none of them writes.
-
-    All are read on the device. With `grad_scale` and no `found_inf` (absent or None) a step first looks for inf and nan
-    itself. It does not change gradients: a second step would divide them again.
+    of them. If one rank finds inf or nan, or has a `found_inf` above 0, none of them writes.
     """
 
-    copies: Mapping[Tensor, Tensor] = {}  # never written; torch.compile stops at a MappingProxyType
     parts: Mapping[Tensor, Part] | None = None
     add_up_: Callable[[Tensor], None]
     last_found_inf: Tensor | None = None
@@ -253,10 +254,10 @@ class LayerwiseOptimizer(Optimizer):
         if is_checked:
             self._scaling = self._checked(self._scaling)
         self._before_updates()
-        given = self._scaling
+        scaling = self._scaling
         for group in self.param_groups:
-            for params, grads in _batches(group, self.copies, self.parts or {}):
-                self._scaling = given.to(params[0].device)
+            for params, grads in _batches(group, self.parts or {}):
+                self._scaling = scaling.to(params[0].device)
                 self._update(group, params, grads)
 
     def _checked(self, scaling: GradScaling) -> GradScaling:
@@ -323,10 +324,6 @@ class LayerwiseOptimizer(Optimizer):
             self.last_found_inf = scaling.found_inf
         return scaling is not None
 
-    def _copies_of(self, params: list[Tensor]) -> list[Tensor]:
-        # `_batches` puts parameters with and without a copy apart: all of these have one, or none has.
-        return [self.copies[param] for param in params if param in self.copies]
-
     def state_lists(self, params: list[Tensor], *keys: str) -> list[list[Tensor]]:
         """Return one list of state tensors per key, parallel to `params`; zeros where a parameter has none yet."""
         for param in params:
@@ -343,15 +340,17 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return options | {"trust_ratio": True}
 
 
-def _batches(
-    group: dict[str, Any], copies: Mapping[Tensor, Tensor], parts: Mapping[Tensor, Part]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    # Together are tensors of equal device and dtypes, and parts apart from whole tensors, whose norms are made here.
+def _batches(group: dict[str, Any], parts: Mapping[Tensor, Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield lists of parameters and of their gradients, as the group's updates take them together.
+
+    A list has one device and one pair of dtypes. Parts are in other lists than whole tensors, whose norms the update
+    itself computes.
+    """
     batches: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (param, grad) in dense_gradients(group):
-        copy = copies.get(param)
-        dtypes = param.dtype, grad.dtype, None if copy is None else copy.dtype
-        key = (param.device, *dtypes, param in parts) if is_together(group, param) else index
+        key: Any = index
+        if is_together(group, param):
+            key = (param.device, param.dtype, grad.dtype, param in parts)
         params, grads = batches.setdefault(key, ([], []))
         params.append(param)
         grads.append(grad)

@@ -1,13 +1,20 @@
-"""Orthogonalisation of matrices by Newton-Schulz iterations, alone or with each rank of a group doing a part."""
+"""The step of LARS along the orthogonalised momentum, and its Newton-Schulz iterations, which ranks can share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype
+from lightning_hybrid.optim.gradients import decayed_gradients, dense_gradients, is_together, lr_of, state_dtype
+from lightning_hybrid.optim.layerwise import LayerwiseOptimizer
+from lightning_hybrid.optim.trust_ratio import tensor_norms, trust_ratio
+from lightning_hybrid.placement import Part
 
 # Jordan et al. 2024. A singular value in (0, 1] goes to a*s + b*s^3 + c*s^5: the largest slope at zero for which five
 # iterations end near 1, within [0.68, 1.21] from 0.01 on; the classical coefficients (1.5, -0.5) take twice as many.
@@ -15,6 +22,108 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 NUM_ITERATIONS = 5
 # Elements that one batch of equal shapes may have: 64 MiB of float32, and about three times that for temporaries.
 _BATCH = 1 << 24
+
+
+class OrthogonalStep(LayerwiseOptimizer):
+    """Base of `LARS`, with the step of groups that have `direction="orthogonal"`; on lists of tensors."""
+
+    work_group: dist.ProcessGroup | None = None  # ranks that share the work
+    _orthogonal: dict[Tensor, Tensor]  # the directions of the step in progress, by parameter
+
+    def _orthogonalize(self) -> None:
+        # All tensors at once, so that ranks can share the work, and equal shapes can share one multiplication.
+        self._orthogonal = {}
+        batches: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            if group["direction"] != "orthogonal":
+                continue
+            for _, (param, grad) in dense_gradients(group):
+                if is_matrix(param):
+                    key = (param.device, state_dtype(param.dtype), is_together(group, param))
+                    batches.setdefault(key, []).append((param, grad, group))
+
+        for (device, dtype, together), batch in batches.items():
+            params = [param for param, _, _ in batch]
+            directions = orthogonalized_all(
+                [param.shape for param in params],
+                partial(self._moment_of, batch),
+                dtype=dtype,
+                device=device,
+                together=together,
+                group=self.work_group,
+            )
+            self._orthogonal.update(zip(params, directions, strict=True))
+
+    def _moment_of(self, batch: list[tuple[Tensor, Tensor, dict[str, Any]]], index: int) -> Tensor:
+        param, grad, group = batch[index]
+        moments, _ = self._moments(group, [param], [grad])
+        return moments[0]
+
+    def _moments(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Compute what is orthogonalised, and the next momentum or None without one; write nothing."""
+        weights = as_dtype(params, state_dtype(params[0].dtype))
+        scaling = self._scaling.to(params[0].device)
+        directions = decayed_gradients(weights, grads, group=group, scaling=scaling)
+        if group["momentum"] == 0:
+            return directions, None
+        (buffers,) = self.state_lists(params, "momentum_buffer")
+        new_buffers = list(torch._foreach_mul(buffers, group["momentum"]))
+        torch._foreach_add_(new_buffers, directions)
+        if not group["nesterov"]:
+            return new_buffers, new_buffers
+        return list(torch._foreach_add(directions, new_buffers, alpha=group["momentum"])), new_buffers
+
+    def _orthogonal_update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        lr = lr_of(group, params[0].device)
+        scaling = self._scaling
+        moments, new_buffers = self._moments(group, params, grads)
+        steps = self._sized_steps(group, params, moments)
+
+        weights = scaling.scratch(params, moments[0].dtype)
+        add_scaled_(weights, steps, -lr)
+        if new_buffers is not None:
+            (buffers,) = self.state_lists(params, "momentum_buffer")
+            scaling.commit_(buffers, new_buffers)
+        scaling.commit_(params, weights)
+
+    def _sized_steps(self, group: dict[str, Any], params: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
+        """Return the steps at a learning rate of 1."""
+        directions = []
+        for param, moment in zip(params, moments, strict=True):
+            # Tensors that are no matrices move along their momentum.
+            direction = moment
+            if param in self._orthogonal:
+                direction = self._orthogonal[param].to(moment.dtype)
+            directions.append(direction)
+
+        if group["trust_ratio"]:
+            weight_norms = tensor_norms(params)
+            ratios = trust_ratio(weight_norms, tensor_norms(directions), trust_coefficient=group["trust_coefficient"])
+            # If a norm is zero the ratio is 1, and the step is the momentum itself, as with direction="momentum".
+            is_nonzero = (weight_norms > 0).unbind()
+            directions = list(map(torch.where, is_nonzero, directions, moments))
+            return list(torch._foreach_mul(directions, ratios.to(directions[0].dtype).unbind()))
+
+        sizes = []
+        for direction, moment in zip(directions, moments, strict=True):
+            sizes.append(1.0 if direction is moment else _muon_size(direction))
+        return list(torch._foreach_mul(directions, sizes))
+
+
+def _muon_size(step: Tensor) -> float:
+    """Return sqrt(max(1, rows / columns)), by which `torch.optim.Muon` multiplies a matrix."""
+    return float(max(1.0, step.shape[0] ** 2 / step.numel()) ** 0.5)
+
+
+def refuse_part(part: Part) -> NoReturn:
+    """Raise the error for a part of a tensor: singular values are those of the whole matrix."""
+    raise ValueError(
+        f'`direction` (="orthogonal") needs whole tensors, and here is a part of one (={part.begin} to {part.end} of '
+        f"{part.numel} elements): the singular values are those of the whole matrix. Leave `shard_update` out; "
+        "`work_group` shares the work of whole tensors among the ranks of a node."
+    )
 
 
 def is_matrix(tensor: Tensor) -> bool:
@@ -70,9 +179,8 @@ def orthogonalized(*tensors: Tensor) -> list[Tensor]:
     # `flatten` goes by the dimensions, not by memory: a channels_last kernel gives the same matrix.
     matrices = torch.stack([tensor.flatten(1) for tensor in tensors])
     is_tall = matrices.shape[1] > matrices.shape[2]
-    found = _iterated(matrices.mT if is_tall else matrices)
-    found = (found.mT if is_tall else found).to(result_dtype(tensors[0].dtype))
-    return [each.reshape(shape) for each in found]
+    results = _iterated(matrices.mT).mT if is_tall else _iterated(matrices)
+    return [result.reshape(shape) for result in results.to(result_dtype(tensors[0].dtype))]
 
 
 def orthogonalized_all(
@@ -93,25 +201,32 @@ def orthogonalized_all(
     `tensor_of` returns a tensor, float32 or float64, by its index; with `group` it is called for this rank's part only.
     `together`: whether those of equal shapes are multiplied as a batch.
     """
-    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    owners = owners_by_flops(shapes, num_ranks)
-    parts = [[index for index, owner in enumerate(owners) if owner == one] for one in range(num_ranks)]
+    num_ranks = 1
+    rank = 0
+    if group is not None:
+        num_ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
+    indices_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, owner in enumerate(owners_by_flops(shapes, num_ranks)):
+        indices_of_ranks[owner].append(index)
+
     results: list[Tensor] = [torch.empty(0)] * len(shapes)
-    for indices in _batches(shapes, parts[rank], together=together):
-        for index, result in zip(indices, orthogonalized(*map(tensor_of, indices)), strict=True):
+    for batch in _batches(shapes, indices_of_ranks[rank], together=together):
+        for index, result in zip(batch, orthogonalized(*map(tensor_of, batch)), strict=True):
             results[index] = result
     if group is None:
         return results
-    works: list[Any] = []  # none is None: this rank is in the group
-    for owner, part in enumerate(parts):
-        if not part:
+
+    works: list[Any] = []  # never None, because this rank is in the group
+    for owner, indices in enumerate(indices_of_ranks):
+        if not indices:
             continue
-        sizes = [shapes[index].numel() for index in part]
         if owner == rank:
-            flat = torch.cat([results[index].reshape(-1) for index in part])
+            flat = torch.cat([results[index].reshape(-1) for index in indices])
         else:
+            sizes = [shapes[index].numel() for index in indices]
             flat = torch.empty(sum(sizes), dtype=result_dtype(dtype), device=device)
-            for index, piece in zip(part, flat.split(sizes), strict=True):
+            for index, piece in zip(indices, flat.split(sizes), strict=True):
                 results[index] = piece.view(shapes[index])
         works.append(dist.broadcast(flat, src=dist.get_global_rank(group, owner), group=group, async_op=True))
     for work in works:
@@ -125,10 +240,13 @@ def owners_by_flops(shapes: Sequence[torch.Size], num_ranks: int) -> list[int]:
     >>> owners_by_flops([torch.Size((64, 64)), torch.Size((512, 512)), torch.Size((64, 64))], 2)
     [1, 0, 1]
     """
-    loads, owners = [0] * num_ranks, [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda index: num_flops(shapes[index]), reverse=True):
-        owners[index] = min(range(num_ranks), key=loads.__getitem__)
-        loads[owners[index]] += num_flops(shapes[index])
+    flops = [num_flops(shape) for shape in shapes]
+    loads = [0] * num_ranks
+    owners = [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=flops.__getitem__, reverse=True):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += flops[index]
     return owners
 
 
@@ -148,14 +266,18 @@ def _batches(shapes: Sequence[torch.Size], indices: Sequence[int], *, together: 
 
 def _iterated(matrices: Tensor) -> Tensor:
     """Iterate on a batch `"matrix row column"`, none with more rows than columns."""
-    # Twice: the squares of very small or large elements would leave the range of float32.
-    found = matrices / matrices.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(matrices.dtype).tiny)
-    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=1.0)  # 0 of zeros alone
-    if found.device.type != "cpu" and found.dtype != torch.float64:
-        found = found.bfloat16()  # its range holds the small elements of large matrices, which float16's does not
+    # Scaled twice: the squares of very small or large elements would leave the range of float32.
+    largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
+    iterate = matrices / largest.clamp(min=torch.finfo(matrices.dtype).tiny)
+    norms = torch.linalg.vector_norm(iterate, dim=(1, 2), keepdim=True)
+    iterate = iterate / norms.clamp(min=1.0)  # below 1 only for a matrix of zeros
+    if iterate.device.type != "cpu" and iterate.dtype != torch.float64:
+        # The range of bfloat16 holds the small elements of large matrices, unlike that of float16.
+        iterate = iterate.bfloat16()
     # A manual loop steps inside of `training_step`, and so of its autocast, which would multiply in another dtype.
-    with torch.autocast(found.device.type, enabled=False):
+    with torch.autocast(iterate.device.type, enabled=False):
         for _ in range(NUM_ITERATIONS):
-            gram = found @ found.mT
-            found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)
-    return found
+            gram = iterate @ iterate.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+            iterate = torch.baddbmm(iterate, polynomial, iterate, beta=_A)
+    return iterate

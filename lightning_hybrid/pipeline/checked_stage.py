@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.distributed.pipelining import (
 
 from lightning_hybrid.models.activation_checkpointing import checkpointed
 from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, check
-from lightning_hybrid.precision.master_weights import MasterPair, sum_gradients_
 
 
 class StageBody(nn.Module):
@@ -61,6 +60,12 @@ class _Received(torch.autograd.Function):
         return gradient
 
 
+@contextmanager
+def plain_backward(parameters: Sequence[nn.Parameter], *, is_last: bool) -> Iterator[None]:
+    """Run a backward inside whose gradients torch adds to `p.grad` by itself, in the precision of the parameters."""
+    yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageSetting:
     """What a stage needs to know besides its module."""
@@ -69,7 +74,8 @@ class StageSetting:
     num_stages: int
     device: torch.device
     group: dist.ProcessGroup
-    pairs: tuple[MasterPair, ...]  # of its half-precision parameters
+    # Around each backward, with the parameters that get gradients: `MicrobatchMixin.backward_of_microbatch`.
+    around_backward: Callable[..., AbstractContextManager[None]] = plain_backward
     note: Callable[..., None]  # `PipelineWatchdog.note`
     note_last: Callable[[bool], object] = bool  # gets, before each backward, whether it is the stage's last of a step
 
@@ -194,12 +200,15 @@ class CheckedStage(PipelineStage):
                 info.buffer = boundary.empty(self.device, requires_grad=buffer.requires_grad)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """Run backward; sum up in fp32 the gradients of a micro-batch that is not the step's last."""
-        self._setting.note_last(last_backward)
-        if last_backward:
-            for pair in self._setting.pairs:
-                pair.return_sum()
-        with torch.autocast(self._setting.device.type, enabled=False):  # as Lightning runs backward
+        """Run backward; with half precision its gradients are added to those of earlier micro-batches in fp32."""
+        setting = self._setting
+        setting.note_last(last_backward)
+        parameters = list(self.submod.parameters())
+        if backward_type == "input":
+            # Gradients of the parameters come later, in the "weight" part.
+            parameters = []
+        around = setting.around_backward(parameters, is_last=last_backward)
+        with around, torch.autocast(setting.device.type, enabled=False):  # as Lightning runs backward
             gradients, *rest = super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
@@ -207,8 +216,6 @@ class CheckedStage(PipelineStage):
             # One that the loss does not depend on has none, which torch 2.13 and before do not send.
             pairs = zip(bwd_kwargs["input_values"], gradients, strict=True)
             gradients = tuple(torch.zeros_like(value) if each is None else each for value, each in pairs)
-        if not last_backward:
-            sum_gradients_(self._setting.pairs)
         return gradients, *rest
 
     def _note(self, what: str, microbatch: int, *, is_waiting: bool = False) -> None:

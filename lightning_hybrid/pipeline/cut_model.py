@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.averaged_models import average_models
 from lightning_hybrid.pipeline.options import blocks_of
 from lightning_hybrid.pipeline.rank_layout import OtherStages, PipelineRanks
 from lightning_hybrid.pipeline.whole_state import StateDictGuard, share_
 from lightning_hybrid.placement import ignored_by_ddp
-from lightning_hybrid.precision.averaging import average_models
 
 
 class CutModel:

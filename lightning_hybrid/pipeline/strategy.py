@@ -185,13 +185,16 @@ class HybridPipeline(DataRanksMixin):
             new = self._comm.new_engine(self.precision_plugin, replicas=self.replicas, group=self._data_group)
             here.watchdog.engine = self._comm.engine = new
             self._comm.hook_state = self._comm.average_by(new, None)  # all of a stage may be cut
-            here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
+            with nullcontext() if self._window is None else self._window.opened():
+                here.wrapped = {index: self._wrapped(body, new, ignored_ids) for index, body in here.bodies.items()}
         if self._half is not None:
             self._half.connect_stages(here.largest)
         seed = [int(torch.initial_seed()) % 2**32]
         dist.broadcast_object_list(seed, src=0)
         assert self._cut is not None
-        self._training = TrainingStep(here, schedule=self.schedule, masters=self._masters, seed=seed[0], cut=self._cut)
+        self._training = TrainingStep(
+            here, schedule=self.schedule, precision=self.precision_plugin, seed=seed[0], cut=self._cut
+        )
 
     def _wrapped(self, body: nn.Module, engine: CommEngine, ignored: set[int]) -> nn.Module:
         if not any(parameter.requires_grad and id(parameter) not in ignored for parameter in body.parameters()):
@@ -199,7 +202,9 @@ class HybridPipeline(DataRanksMixin):
         options = self._ddp_kwargs | {"process_group": self._data_group, "init_sync": False}
         named = body.named_parameters(remove_duplicate=False)
         with ignored_by_ddp(body, [name for name, one in named if id(one) in ignored]):
-            wrapped = self._comm.wrap(body, device_ids=self.determine_ddp_device_ids(), **options)
+            wrapped = self._comm.wrap(
+                body, device_ids=self.determine_ddp_device_ids(), is_half=self._half is not None, **options
+            )
         self._comm.hook_state = self._comm.average_by(engine, wrapped)
         return wrapped
 
@@ -213,10 +218,8 @@ class HybridPipeline(DataRanksMixin):
         (batch, *rest), parameters = (*args, *kwargs.values()), self._training.parameters
         for parameter in parameters:
             parameter.grad = None
-        scale = None if self._half is None else self._half.begin_microbatches()
         place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
-        with self.precision_plugin.train_step_context():
-            output = self._training.run(batch, tuple(rest), scale=scale, place=place)
+        output = self._training.run(batch, tuple(rest), place=place)
         # Lightning sets gradients to None between here and `backward`, which puts these back.
         self._gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:

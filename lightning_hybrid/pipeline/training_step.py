@@ -28,8 +28,8 @@ from lightning_hybrid.pipeline.microbatches import (
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
 from lightning_hybrid.pipeline.shapes import Boundary
-from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
+from lightning_hybrid.precision.plugin import MasterWeightMixin
 
 # Batches of each epoch and loader whose labels are compared over a pipeline. Few: on CUDA each waits for the batch.
 NUM_COMPARED = 4
@@ -38,14 +38,14 @@ NUM_COMPARED = 4
 class TrainingStep:
     """The micro-batches of a step, through all stages. Collective: every rank of WORLD must make it.
 
-    `seed` is of random numbers outside the network, the same on every rank of a pipeline; `cut` has the network, for
-    its loss in one piece.
+    `precision` is Lightning's plugin; `seed` is of random numbers outside the network, the same on every rank of a
+    pipeline; `cut` has the network, for its loss in one piece.
     """
 
-    def __init__(
-        self, stages: Stages, *, schedule: str, masters: MasterWeights | None, seed: int, cut: CutModel
-    ) -> None:
-        self._stages, self._schedule, self._masters, self._seed, self._cut = stages, schedule, masters, seed, cut
+    def __init__(self, stages: Stages, *, schedule: str, precision: Any, seed: int, cut: CutModel) -> None:
+        self._stages, self._schedule, self._seed, self._cut = stages, schedule, seed, cut
+        self._precision = precision
+        self._half = precision if isinstance(precision, MasterWeightMixin) else None
         self._schedules: dict[int, Callable[[], Tensor | None]] = {}
         self._muting = Muting(stages.module)
         self._parts: Sequence[Any] = ()
@@ -53,7 +53,7 @@ class TrainingStep:
         self._scale: Tensor | None = None
         self._place: tuple[int, ...] = ()
         self._num_rows, self._has_warned = 0, False
-        self._eps = torch.finfo(torch.float32 if masters is None else masters.dtype).eps
+        self._eps = torch.finfo(torch.float32 if self._half is None else self._half.dtype).eps
         # Until the first step: the loss in one piece on the first rank, and in stages on the last.
         self._is_first_step, self._has_compared_logs, self._loss_in_stages = True, False, math.nan
         fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
@@ -65,26 +65,29 @@ class TrainingStep:
         """The parameters of this rank's stages."""
         return [parameter for body in self._stages.bodies.values() for parameter in body.parameters()]
 
-    def run(self, batch: Any, rest: tuple[Any, ...], *, scale: Tensor | None, place: tuple[int, int]) -> Tensor:
+    def run(self, batch: Any, rest: tuple[Any, ...], *, place: tuple[int, int]) -> Tensor:
         """Run forward and backward of all micro-batches; return the outputs of the whole batch. Collective.
 
-        `rest`: further arguments of `training_step`. `scale`: of the loss. `place`: epoch and batch. Gradients are
-        those of the mean over micro-batches, averaged over data ranks, in `p.grad`.
+        `rest`: further arguments of `training_step`. `place`: epoch and batch. Gradients are those of the mean over
+        micro-batches, averaged over data ranks, in `p.grad`; with half precision fp32 and unscaled.
         """
         stages = self._stages
-        self._parts, self._rest, self._scale = microbatches(batch, stages.num_microbatches), rest, scale
+        self._parts, self._rest = microbatches(batch, stages.num_microbatches), rest
         # A function of the place in the run: one that is resumed draws the same.
         self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
         stages.agree_on_batch(batch, with_values=place[1] < NUM_COMPARED)
-        whole = self._loss_in_one_piece() if self._is_first_step else None
-        boundaries = stages.boundaries((shapes, "training"), self._first_input)
-        self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
-        if shapes not in self._schedules:
-            # That of the last shapes alone: each holds memory for the messages of all micro-batches.
-            self._schedules = {shapes: self._new_schedule(boundaries)}
-        with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
-            output = self._schedules[shapes]()
+        with self._schedule_context() as self._scale:
+            whole = self._loss_in_one_piece() if self._is_first_step else None
+            boundaries = stages.boundaries((shapes, "training"), self._first_input)
+            self._num_rows = stages.num_microbatches * boundaries[0][0].shape[0]
+            if shapes not in self._schedules:
+                # That of the last shapes alone: each holds memory for the messages of all micro-batches.
+                self._schedules = {shapes: self._new_schedule(boundaries)}
+            with stages.watchdog.in_schedule(), waits_of_schedules(stages.watchdog):
+                output = self._schedules[shapes]()
+        with stages.watchdog.in_schedule():
+            # With half precision each rank's sum over micro-batches is fp32 by now.
             stages.watchdog.note("waiting for the gradients of tied weights", is_waiting=True)
             stages.watchdog.wait_for(stages.tied.sum_gradients_)
             stages.watchdog.note("waiting for the outputs of the last stage", is_waiting=True)
@@ -93,6 +96,13 @@ class TrainingStep:
         if whole is not None:
             self._compare(whole)
         return output
+
+    def _schedule_context(self) -> AbstractContextManager[Tensor | None]:
+        """Return the context of a schedule's forwards and backwards, which yields the loss scale or None."""
+        if self._half is not None:
+            return self._half.schedule_context()
+        context: AbstractContextManager[None] = self._precision.train_step_context()
+        return context
 
     def _loss_in_one_piece(self) -> float | str:
         stages, cut = self._stages, self._cut
@@ -182,17 +192,17 @@ class TrainingStep:
 
     def _new_schedule(self, boundaries: Sequence[tuple[Boundary, ...]]) -> Callable[[], Tensor | None]:
         # Here: it takes a second.
-        from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageSetting, schedule_of
+        from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageSetting, plain_backward, schedule_of
 
+        around_backward = plain_backward if self._half is None else self._half.backward_of_microbatch
         mine, made = self._stages, []
         for index in mine.ranks.stages:
-            pairs = [self._masters.pair_of(p) for p in mine.bodies[index].parameters()] if self._masters else []
             setting = StageSetting(
                 index=index,
                 num_stages=mine.ranks.num_stages,
                 device=mine.device,
                 group=mine.groups.pipe,
-                pairs=tuple(pair for pair in pairs if pair is not None),
+                around_backward=around_backward,
                 note=mine.watchdog.note,
                 note_last=partial(setattr, mine, "require_backward_grad_sync"),
             )

@@ -1,127 +1,159 @@
-"""Hooks on the modules of a half-precision model, so that user code sees fp32 where mixed precision shows it.
+"""Hooks on the modules of a half-precision model, which act while the window is open.
 
 normalisation layers     compute in fp32 and return the compute dtype
-state dicts              hold and take the fp32 masters, of any part of the model
-a call outside a step    runs as in a step, and returns fp32
+state dicts              hold and take fp32 values, of any part of the model
+other threads            may not use the model meanwhile
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import threading
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_hybrid.precision.parameter_pair import ParameterPair
+
+
+class Window(Protocol):
+    """The window for which the hooks act."""
+
+    is_open: bool
+
+    def pair_of(self, parameter: Tensor) -> ParameterPair | None:
+        """Return the pair of a parameter, or None."""
+
 
 class ModuleHooks:
-    """The hooks of one conversion; `pair_of` returns the `MasterPair` of a parameter, or None."""
+    """The hooks of one window.
 
-    def __init__(self, pair_of: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
-        self.pair_of = pair_of
-        self.dtype = dtype
-        self.is_in_step = False
-        self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.opened: list[tuple[nn.Module, ExitStack]] = []
-        self._handles: list[Any] = []
-        self._shown: set[nn.Module] = set()
+    Those of normalisation layers are on the modules only while the window is open: outside, modules can be scripted,
+    exported, copied and pickled as they are. Those of state dicts stay, and do nothing while it is closed.
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Mark what runs inside as part of a step: normalisation layers return the compute dtype."""
-        before, self.is_in_step = self.is_in_step, True
-        try:
-            yield
-        finally:
-            self.is_in_step = before
+    Args:
+        window: has the parameters.
+        dtype: what normalisation layers return.
+    """
+
+    def __init__(self, window: Window, dtype: torch.dtype) -> None:
+        self._window = window
+        self._dtype = dtype
+        self._normalisation_layers: list[nn.Module] = []
+        self._checked_modules: list[nn.Module] = []
+        self._attached: list[Any] = []
+        self._permanent: list[Any] = []
+        self._with_state_hooks: set[nn.Module] = set()
+        self._thread: int | None = None
+        self.is_in_backward = False
 
     def compute_in_fp32(self, module: nn.Module) -> None:
         """Let a normalisation layer compute in fp32 and return the compute dtype."""
-        self._handles += [
-            module.register_forward_pre_hook(_Hook(self._inputs_to_fp32), with_kwargs=True),
-            module.register_forward_hook(_Hook(self._outputs_to_low)),
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._normalisation_layers.append(module)
+
+    def show_fp32_in_state_dicts(self, module: nn.Module) -> None:
+        """Let a state dict taken inside of a step hold fp32 values of the module's own parameters, and loading too."""
+        if module in self._with_state_hooks:
+            return
+        self._with_state_hooks.add(module)
+        self._permanent += [
+            module.register_state_dict_post_hook(ModuleHook(self._give_fp32)),
+            module.register_load_state_dict_pre_hook(ModuleHook(self._take_fp32)),
         ]
 
-    def show_masters(self, module: nn.Module) -> None:
-        """Let the state dict of `module` hold the masters of its own parameters, and loading reach them."""
-        if module not in self._shown:
-            self._shown.add(module)
-            self._handles += [
-                module.register_state_dict_post_hook(_Hook(self._give_masters)),
-                module.register_load_state_dict_pre_hook(_Hook(self._take_masters)),
-            ]
+    def refuse_other_threads(self, module: nn.Module) -> None:
+        """Let a call of the module, or of a child of it, from another thread be an error while the window is open."""
+        for child in (module, *module.children()):
+            if not isinstance(child, torch.jit.ScriptModule):
+                self._checked_modules.append(child)
 
-    def compute_as_in_a_step(self, module: nn.Module) -> None:
-        """Let a call of `module`, or of one of its children, outside of a step run in the context of one."""
-        children = [child for child in module.children() if child.forward != nn.Module.forward]
-        for child in (module, *children):
-            self._handles += [
-                child.register_forward_pre_hook(_Hook(self._enter_step), prepend=True),
-                child.register_forward_hook(_Hook(self._leave_step), always_call=True),
+    def attach(self) -> None:
+        """Put the hooks of forward on the modules."""
+        self._thread = threading.get_ident()
+        for layer in self._normalisation_layers:
+            self._attached += [
+                layer.register_forward_pre_hook(ModuleHook(self._inputs_to_fp32), with_kwargs=True),
+                layer.register_forward_hook(ModuleHook(self._outputs_to_half)),
             ]
+        for module in self._checked_modules:
+            self._attached.append(module.register_forward_pre_hook(ModuleHook(self._check_thread), prepend=True))
 
-    def to_fp32(self, values: Any) -> Any:
-        """Return `values` with its tensors of the compute dtype in fp32."""
-        return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor, values)
+    def detach(self) -> None:
+        """Take the hooks of forward off again."""
+        for handle in self._attached:
+            handle.remove()
+        self._attached.clear()
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
+        self.detach()
+        for handle in self._permanent:
             handle.remove()
-        self._handles.clear()
-        self._shown.clear()
+        self._permanent.clear()
+        self._with_state_hooks.clear()
+        self._normalisation_layers.clear()
+        self._checked_modules.clear()
+
+    def to_fp32(self, values: Any) -> Any:
+        """Return `values` with its tensors of the compute dtype in fp32."""
+        return tree_map_only(Tensor, self._tensor_to_fp32, values)
+
+    def _tensor_to_fp32(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype is self._dtype else tensor
+
+    def _tensor_to_half(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.dtype is torch.float32 else tensor
 
     def _inputs_to_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.to_fp32((args, kwargs)) if self.is_in_step else None
+        return self.to_fp32((args, kwargs))
 
-    def _outputs_to_low(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.is_in_step:
-            return None
-        return tree_map_only(Tensor, lambda t: t.to(self.dtype) if t.dtype is torch.float32 else t, output)
+    def _outputs_to_half(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, self._tensor_to_half, output)
 
-    def _give_masters(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _check_thread(self, module: nn.Module, args: Any) -> None:
+        # On CUDA autograd has threads of its own, in which activation checkpoints compute forward again.
+        if self.is_in_backward or threading.get_ident() == self._thread:
+            return
+        raise RuntimeError(
+            f"`{type(module).__name__}` was called in the thread `{threading.current_thread().name}` while a training "
+            "step runs in another one. During a step the parameters are in half precision, and they change at its end. "
+            "Give that thread a copy of the module (`copy.deepcopy` in a hook such as `on_train_batch_end`), or call "
+            "the module between steps."
+        )
+
+    def _give_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if not self._window.is_open:
+            return
         for name, parameter in module._parameters.items():
-            pair = None if parameter is None else self.pair_of(parameter)
+            pair = None if parameter is None else self._window.pair_of(parameter)
             # With `keep_vars=True` the parameter is itself there.
             if pair is not None and state.get(prefix + name, parameter) is not parameter:
-                pair.absorb_outside_writes_()
-                state[prefix + name] = pair.whole()
+                pair.take_writes_()
+                state[prefix + name] = pair.fp32.detach()
 
-    @torch.no_grad()
-    def _take_masters(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _take_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if not self._window.is_open:
+            return
         for name, parameter in module._parameters.items():
-            pair = None if parameter is None else self.pair_of(parameter)
+            pair = None if parameter is None else self._window.pair_of(parameter)
             value = state.get(prefix + name)
-            if pair is not None and isinstance(value, Tensor) and value.shape == pair.low.shape:
-                pair.absorb_outside_writes_()
+            if pair is not None and isinstance(value, Tensor) and value.shape == pair.half.shape:
                 pair.load_(value)
 
-    def _enter_step(self, module: nn.Module, args: Any) -> None:
-        if self.is_in_step:
-            return
-        # User code calls the module or a child of it, to sample or to evaluate. A hook cannot wrap the call, so the
-        # context is entered here and left in the forward hook; `always_call` runs that one after an error too.
-        stack = ExitStack()
-        stack.enter_context(self.step_context())
-        self.opened.append((module, stack))
 
-    def _leave_step(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.opened or self.opened[-1][0] is not module:
-            return None
-        self.opened.pop()[1].close()
-        return self.to_fp32(output)
+class ModuleHook(partial[Any]):
+    """A hook whose copies and pickles do nothing: those of a copied module must not reach the original."""
 
+    __name__ = "half_precision_hook"  # TorchScript asks for it
 
-class _Hook(partial[Any]):
-    # A copy or pickle does nothing: hooks of a copied module must not reach the masters of the original.
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_do_nothing)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(_do_nothing)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_do_nothing,)
+        return ModuleHook, (_do_nothing,)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -1,34 +1,25 @@
-"""What the precision plugin asks of an optimizer: what it can do itself, what it wraps, and steps that users make.
+"""Abilities of an optimizer that the precision plugin asks for.
 
-An optimizer may skip a step by itself, or do all of unscale, check, update and half copy. Attributes decide, never the
-type, so that any optimizer may join:
+Attributes decide, never the type, so that any optimizer may join:
 
     _step_supports_amp_scaling    torch's protocol: the step reads `grad_scale` and `found_inf` on the device
-    copies, last_found_inf        the step takes half gradients and their scale, finds inf and nan by itself, and writes
-                                  the half-precision copies of the parameters
+    last_found_inf                the step takes half-precision gradients and their scale, and finds inf and nan itself
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from lightning_hybrid.lightning_names import is_overridden, misconfiguration
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-
-def supports_fused_master_step(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether `step` takes scaled half gradients, skips by itself and writes the half-precision copies."""
-    takes_both = hasattr(optimizer, "copies") and hasattr(optimizer, "last_found_inf")
-    return takes_both and supports_device_skip(optimizer, device)
+def takes_scaled_gradients(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether `step` takes scaled half-precision gradients and skips by itself."""
+    return hasattr(optimizer, "last_found_inf") and supports_device_skip(optimizer, device)
 
 
 def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
@@ -42,6 +33,18 @@ def supports_device_skip(optimizer: Optimizer, device: torch.device) -> bool:
     return is_declared or (hasattr(optimizer, "last_found_inf") and device.type != "cpu")
 
 
+def evaluates_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer must be given the closure, as it may evaluate the loss at other weights.
+
+    torch's own optimizers, except LBFGS, and those that declare an ability above call it once, before anything else.
+    """
+    if isinstance(optimizer, LBFGS):
+        return True
+    is_of_torch = type(optimizer).__module__.startswith("torch.")
+    is_declared = hasattr(optimizer, "last_found_inf") or getattr(optimizer, "_step_supports_amp_scaling", False)
+    return not is_of_torch and not is_declared
+
+
 def prepare_to_skip_(optimizer: Optimizer) -> None:
     """Make momentum zero before the first step of torch's fused SGD."""
     # If skipped, that step leaves it uninitialised (torch 2.11 to 2.13). SGD starts with `momentum * 0 + gradient`.
@@ -52,79 +55,21 @@ def prepare_to_skip_(optimizer: Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-def grads_are_observed(optimizer: Optimizer, model: LightningModule) -> bool:
-    """Return whether clipping, a hook of the module or a callback, or one of the optimizer may read `p.grad`."""
-    # They are promised unscaled fp32 gradients. Hooks that run after the step, such as `on_train_batch_end`, are not.
-    trainer: Any = model.trainer
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    of_steps = (hook for name in names for hook in getattr(optimizer, name, {}).values())
-    if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", model, "pytorch.LightningModule"):
-        return True
-    if any(not isinstance(getattr(hook, "__self__", None), DirectSteps) for hook in of_steps):
-        return True
-    observers = [
-        (model, "pytorch.LightningModule"),
-        *((one, "pytorch.callbacks.Callback") for one in trainer.callbacks),
-    ]
-    hooks = ("on_before_optimizer_step", "on_before_zero_grad")
-    return any(is_overridden(hook, observer, kind) for observer, kind in observers for hook in hooks)
-
-
 def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
     """Return `optimizer` and those that it wraps, such as Lookahead's or SAM's base optimizer."""
-    found = [optimizer]
-    for one in found:
-        found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
-    return found
+    optimizers = [optimizer]
+    for outer in optimizers:
+        for value in vars(outer).values():
+            if isinstance(value, Optimizer) and value not in optimizers:
+                optimizers.append(value)
+    return optimizers
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield the parameters in the groups of `optimizer`, in order; none for None."""
-    return (parameter for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"])
-
-
-class DirectSteps:
-    """Hooks that put the masters in where user code steps a torch optimizer itself, or one that a wrapper holds.
-
-    `step_context`, called with the optimizer that steps, puts the masters in while it is entered; `is_in_step` returns
-    whether the step is Lightning's.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step_context: Callable[[Optimizer], AbstractContextManager[Any]],
-        is_in_step: Callable[[], bool],
-    ) -> None:
-        self._step_context = step_context
-        self._is_in_step = is_in_step
-        self._entered: AbstractContextManager[Any] | None = None
-        self._handles = []
-        for one in optimizers_within(optimizer):
-            if hasattr(one, "_optimizer_step_pre_hooks"):  # else its constructor left torch's out
-                self._handles += [one.register_step_pre_hook(self._enter), one.register_step_post_hook(self._leave)]
-
-    def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_in_step():
-            return
-        if callable(kwargs.get("closure")) or any(callable(one) for one in args[1:]):
-            raise misconfiguration(
-                f"`closure` of {type(optimizer).__name__}.step must go through Lightning's optimizer with half "
-                "precision: gradients have to be unscaled between the closure and the step. Take the optimizer from "
-                "`self.optimizers()`, without `use_pl_optimizer=False`."
-            )
-        self._entered = self._step_context(optimizer)
-        self._entered.__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.__exit__(None, None, None)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+    groups = () if optimizer is None else optimizer.param_groups
+    for group in groups:
+        yield from group["params"]
 
 
 @contextmanager
@@ -140,23 +85,9 @@ def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def check_optimizer(optimizer: Optimizer, precision: str) -> None:
-    """Check that a step can be skipped, and that the masters can stand in the optimizer.
-
-    Raises:
-        MisconfigurationException: the optimizer runs the closure by itself, or shards its parameters.
-    """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    owns_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if isinstance(optimizer, LBFGS) or owns_closure:
-        raise misconfiguration(
-            f"`optimizer` (={type(optimizer).__name__}) must not run the closure by itself with "
-            f"precision={precision!r}: gradients have to be unscaled and checked between backward and "
-            "step, and LBFGS-like optimizers evaluate the loss inside `step`. Use another optimizer, or "
-            "precision='32-true'."
-        )
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise misconfiguration(
-            f"`optimizer` (={type(optimizer).__name__}) shards its parameters over ranks and keeps references of its "
-            f"own to them, which master weights cannot replace. Use precision='32-true' or an unsharded optimizer."
-        )
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of `Optimizer.step`; `args` begins with the optimizer."""
+    closure = kwargs.get("closure")
+    if closure is None and len(args) > 1:
+        closure = args[1]
+    return closure if callable(closure) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
-from lightning_hybrid.precision.master_weights import NORMALISATION_TYPES, MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.precision.window import NORMALISATION_TYPES, HalfPrecisionWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Strategy
@@ -51,6 +51,53 @@ class _ShardsStay(TorchFunctionMode):
         return args[0] if is_move else func(*args, **(kwargs or {}))
 
 
+class CallsOutsideOfSteps:
+    """Hooks that let a call of a sharded module, or of a child of it, outside of a step run as in one.
+
+    FSDP gathers half-precision parameters for calls by user code, too. They need the context of a step.
+
+    Args:
+        module: the LightningModule.
+        window: open in a step.
+        step_context: makes the context of a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        window: HalfPrecisionWindow,
+        step_context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._window = window
+        self._step_context = step_context
+        self._entered: list[tuple[nn.Module, ExitStack]] = []
+        self._handles: list[Any] = []
+        children = [child for child in module.children() if child.forward != nn.Module.forward]
+        for called in (module, *children):
+            self._handles.append(called.register_forward_pre_hook(self._enter, prepend=True))
+            # `always_call` leaves the context after an error too.
+            self._handles.append(called.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._window.is_open:
+            return
+        stack = ExitStack()
+        stack.enter_context(self._step_context())
+        self._entered.append((module, stack))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._entered or self._entered[-1][0] is not module:
+            return None
+        _, stack = self._entered.pop()
+        stack.close()
+        return self._window.hooks.to_fp32(output)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class ShardedHalfMixin(MasterWeightMixin):
     """A plugin for `fully_shard` under Lightning's `ModelParallelStrategy`: half weights, gathered from fp32 shards.
 
@@ -64,6 +111,7 @@ class ShardedHalfMixin(MasterWeightMixin):
     Source: Zhao et al. 2023 (arXiv:2304.11277), for `fully_shard`'s predecessor.
     """
 
+    _calls_outside: CallsOutsideOfSteps | None = None
     reduce_dtype = torch.float32
     """In which gradients are summed, over ranks and over the batches of a step; `torch.float16` sends half."""
 
@@ -119,13 +167,20 @@ class ShardedHalfMixin(MasterWeightMixin):
         self.follow_device(strategy.root_device, host=torch.device("cpu") if is_offloaded else None)
         return module
 
-    def _convert(self) -> None:
-        self.masters = MasterWeights(nn.Module(), self.dtype)  # of no parameter
+    def _new_window(self) -> HalfPrecisionWindow:
+        # Of no parameter: FSDP shows half-precision ones by itself.
+        window = HalfPrecisionWindow(nn.Module(), self.dtype)
         for child in self._module.modules():
             if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
-                self.masters.hooks.compute_in_fp32(child)
-        self.masters.hooks.compute_as_in_a_step(self._module)
-        self.masters.hooks.step_context = self.forward_context
+                window.hooks.compute_in_fp32(child)
+        self._calls_outside = CallsOutsideOfSteps(self._module, window, self.forward_context)
+        return window
+
+    def _end_window(self) -> None:
+        if self._calls_outside is not None:
+            self._calls_outside.remove()
+            self._calls_outside = None
+        super()._end_window()
 
     def _largest_gradient(self, *_: Any) -> Tensor | None:
         return None  # a rank has shards alone

@@ -6,7 +6,8 @@ All of it lives on the device. The host learns of it where it asks: at a logged 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def __init__(self, loss_scale: LossScale | None) -> None:
         super().__init__([OptimizerStepState(loss_scale=loss_scale)])
         self._device = torch.device("cpu")
+        self._followed: list[Optimizer] = []
 
     def to(self, device: torch.device) -> None:
         """Move all to `device`."""
@@ -135,6 +137,24 @@ class OptimizerStepStates(list[OptimizerStepState]):
         new.to(self._device)
         self.append(new)
         return new
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the states be those of a trainer's optimizers. One that replaces another takes over its state."""
+        current = list(optimizers)
+        is_same = len(current) == len(self._followed) and all(map(operator.is_, current, self._followed))
+        if is_same:
+            return
+        for state in self:
+            was_followed = any(state.optimizer is optimizer for optimizer in self._followed)
+            if was_followed and not any(state.optimizer is optimizer for optimizer in current):
+                state.optimizer = None
+                state.grad_scale = None
+                state.skip_flag = None
+        self._followed = current
+        for optimizer in current:
+            self.of(optimizer)
+        # The scale of an optimizer that is gone must not hold down those of the others.
+        self[:] = [state for state in self if state.optimizer is not None] or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
         """Return the flag of the last step of `optimizer`, of every optimizer for None; nothing where none is due."""
@@ -163,7 +183,10 @@ class OptimizerStepStates(list[OptimizerStepState]):
     def release(self) -> None:
         """Forget the optimizers and their last step; scales and counters stay."""
         for state in self:
-            state.optimizer = state.skip_flag = state.grad_scale = None
+            state.optimizer = None
+            state.skip_flag = None
+            state.grad_scale = None
+        self._followed = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first optimizer's state, with those of the others under one more key."""
@@ -176,8 +199,22 @@ class OptimizerStepStates(list[OptimizerStepState]):
             one.load_state_dict(own)
 
 
-def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tensor | None, *, step: str) -> None:
-    """End a run whose overflows no scale seems to cure. Wait for the device. `step`: the last one, in words.
+def raise_if_stuck(
+    state: OptimizerStepState,
+    model: nn.Module,
+    last_loss: Tensor | None,
+    *,
+    gradient_of: Callable[[Tensor], Tensor | None],
+    step: str,
+) -> None:
+    """End a run whose overflows no scale seems to cure. Wait for the device.
+
+    Args:
+        state: of the optimizer.
+        model: has the names of parameters.
+        last_loss: of the last backward.
+        gradient_of: returns the last gradient of a parameter.
+        step: the last step, in words.
 
     Raises:
         EndlessOverflowError: the optimizer's last 40 steps or more were all skipped; with the cause as far as one can
@@ -186,11 +223,11 @@ def raise_if_stuck(state: OptimizerStepState, model: nn.Module, last_loss: Tenso
     if state.loss_scale is None or last_loss is None or int(state.num_in_a_row) < MAX_SKIPPED_STEPS_IN_A_ROW:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    bad = [
-        names.get(id(parameter), "?")
-        for parameter in parameters_of(state.optimizer)
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-    ]
+    bad = []
+    for parameter in parameters_of(state.optimizer):
+        gradient = gradient_of(parameter)
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            bad.append(names.get(id(parameter), "?"))
     loss = float(last_loss.float().sum())
     finite = torch.isfinite(last_loss).all()
     cause = (

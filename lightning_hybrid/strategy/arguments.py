@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -257,6 +257,20 @@ def with_masters(plugin: Any, kind: type[Masters], loss_scale: str | float | Los
     if not any(isinstance(plugin, lightning_types(name)) for name in plain):
         return plugin
     return kind(plugin.precision, loss_scale=loss_scale if plugin.precision == "16-true" else None)
+
+
+def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) -> None:
+    """Check before a backward that the loss has one.
+
+    Raises:
+        RuntimeError: names the rank, for whose gradients the others would wait.
+    """
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise RuntimeError(
+            f"The loss on rank {rank} of {world_size} does not require a gradient: it depends on no trained parameter "
+            "of this rank, and the other ranks wait for its gradients. Return a loss that depends on the parameters on "
+            "every rank, such as `0 * self.net(x).sum()`, or return None on all ranks."
+        )
 
 
 def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:

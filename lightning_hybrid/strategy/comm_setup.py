@@ -144,7 +144,6 @@ class CommSetup:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         if elastic is not None:
             for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
-        for_ddp.setdefault("gradient_as_bucket_view", True)  # saves a copy into the buckets and back
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
@@ -192,9 +191,14 @@ class CommSetup:
         self.engine_options = dict(options)
         self.plan = self.engine_options.pop("plan", self.plan)
 
-    def wrap(self, module: nn.Module, *, device_ids: list[int] | None, **ddp_kwargs: Any) -> DistributedDataParallel:
-        """Wrap a module in DDP, with the buckets of the plan."""
+    def wrap(
+        self, module: nn.Module, *, device_ids: list[int] | None, is_half: bool, **ddp_kwargs: Any
+    ) -> DistributedDataParallel:
+        """Wrap a module in DDP, with the buckets of the plan; `is_half`: a window shows half-precision parameters."""
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
+        if is_half:
+            # The gradients of half-precision parameters are never the user's: a view saves a copy into the buckets.
+            ddp_kwargs.setdefault("gradient_as_bucket_view", True)
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
     def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import CommEngine, CommPlan, HookState, Topology
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,8 +56,13 @@ class FitContext:
 
     @property
     def optimizer_steps(self) -> Sequence[OptimizerStepState]:
-        """The state of each optimizer's steps; none unless there are fp32 masters."""
+        """The state of each optimizer's steps; none unless in half precision."""
         return getattr(self.precision, "optimizer_steps", ())
+
+    def outside_of_steps(self) -> AbstractContextManager[None]:
+        """Return a context in which parameters are fp32, also in a manual loop, which steps inside of its step."""
+        window: HalfPrecisionWindow | None = getattr(self.precision, "window", None)
+        return nullcontext() if window is None else window.shut()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

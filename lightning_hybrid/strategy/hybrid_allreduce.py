@@ -18,11 +18,12 @@ from lightning_hybrid.checkpoint.io import durable_by_default
 from lightning_hybrid.comm import CommPlan, CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.plugin import MasterWeightMixin
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
+    refuse_loss_without_gradient,
     refuse_nothing_to_train,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
@@ -75,7 +76,8 @@ class HybridAllReduce(_Base):
             tune_cache_dir, trace_dir, link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
             outer_step: keywords of 0.2, which go with the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
-            `gradient_as_bucket_view` is on unless set.
+            `gradient_as_bucket_view` is off unless set, as in `ddp`;
+            in half precision the gradients of buckets are never the user's, and it is on.
 
     Raises:
         ValueError: an option does not exist or a value cannot work; before any process group exists.
@@ -142,7 +144,7 @@ class HybridAllReduce(_Base):
         )
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
-        self._has_optimizers = False  # made before the module was converted
+        self._has_rebuilt_buckets = False
         own = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin process_group_backend"
         super().__init__(
             **{name: given[name] for name in own.split()},
@@ -156,7 +158,7 @@ class HybridAllReduce(_Base):
         """What callbacks may know of the run."""
         return RunStatus(
             optimizer_steps=() if self._half is None else self._half.optimizer_steps,
-            masters=self._masters,
+            window=self._window,
             has_grad_scaler=has_grad_scaler(self.precision_plugin),
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
@@ -194,8 +196,8 @@ class HybridAllReduce(_Base):
         return self.precision_plugin if isinstance(self.precision_plugin, MasterWeightMixin) else None
 
     @property
-    def _masters(self) -> MasterWeights | None:
-        return None if self._half is None else self._half.masters
+    def _window(self) -> HalfPrecisionWindow | None:
+        return None if self._half is None else self._half.window
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect as DDP, and give the precision what only a strategy knows: which backward ends a step."""
@@ -204,7 +206,8 @@ class HybridAllReduce(_Base):
             refuse_two_precisions(model.trainer, self._half)
             # DDP's own flag: False between the batches of one step, whose gradients it does not average.
             self._half.connect_strategy(
-                is_last_backward_of_step=lambda: getattr(self.model, "require_backward_grad_sync", True)
+                is_last_backward_of_step=lambda: getattr(self.model, "require_backward_grad_sync", True),
+                flush_backward=self._flush_backward,
             )
         super().connect(model)
 
@@ -255,33 +258,32 @@ class HybridAllReduce(_Base):
         return nullcontext()
 
     def model_to_device(self) -> None:
-        """Move the module; in a fit, convert it after its optimizers were made and before DDP wraps it."""
+        """Move the module, and make its half-precision copies there, before DDP wraps it."""
         with self._hidden():
             super().model_to_device()
         if self._extensions is not None:
             self._extensions.before_optimizers()
         if self._half is not None:
-            # Now, on the fp32 parameters: what constructors make of them is then fp32. Lightning finds them made later.
-            if self._module.trainer.state.fn == "fit":
-                self.setup_optimizers(self._module.trainer)
-                self._has_optimizers = True
             self._half.follow_device(self.root_device)
 
     def configure_ddp(self) -> None:
         """Wrap in DDP and remember which parameters it averages: those trainable now, and only those."""
         assert isinstance(self.model, nn.Module)
+        self._has_rebuilt_buckets = False
         self._averaged_parameters, ignored = trained_parameters(self.model)
-        self._comm.find_plan(self.model)
-        if self._extensions is not None:
-            self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
-        super().configure_ddp()
-        # DDP has just broadcast the half tensors; their masters would keep other lower digits on each rank.
-        if self._masters is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
-            self._masters.broadcast_(self._module, ignored)
+        if self._window is not None and self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
+            self._window.broadcast_(self._module, ignored)
+        # DDP and the plan of its buckets are for the parameters of forward and backward.
+        with nullcontext() if self._window is None else self._window.opened():
+            self._comm.find_plan(self.model)
+            if self._extensions is not None:
+                self._comm.take_engine_options(self._extensions.engine_options(self._comm.plan))
+            super().configure_ddp()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # On the current stream, where Lightning makes one of its own for this: gradients would cross streams.
-        return self._comm.wrap(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        is_half = self._half is not None
+        return self._comm.wrap(model, device_ids=self.determine_ddp_device_ids(), is_half=is_half, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; this one is for every device type.
@@ -291,16 +293,13 @@ class HybridAllReduce(_Base):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
-        if self._has_optimizers:
-            self._has_optimizers = False
-            return
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
-        dtype = None if self._masters is None else self._masters.dtype
+        dtype = None if self._window is None else self._window.dtype
         made = super().process_dataloader(dataloader)
         return self._loaders.process(made, self._module, self.root_device, dtype, self._comm.elastic_fit)
 
@@ -321,6 +320,39 @@ class HybridAllReduce(_Base):
             self._failures.sigterm.before_batch()
         self._comm.before_batch(self.lightning_module)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; without a loss there is no backward that would end its half precision."""
+        self._rebuild_buckets()
+        output = super().training_step(*args, **kwargs)
+        if output is None and self._half is not None:
+            self._half.close_window()
+        return output
+
+    def _rebuild_buckets(self) -> None:
+        """Let DDP make its buckets again, which it does once, while it finds no gradients that it would round."""
+        is_due = self._window is not None and not self._has_rebuilt_buckets and torch.is_grad_enabled()
+        if is_due and isinstance(self.model, DistributedDataParallel):
+            assert self._half is not None
+            assert self._half.gradients is not None
+            with self._half.gradients.hidden(list(self.model.parameters())):
+                self._has_rebuilt_buckets = self.model.reducer._rebuild_buckets()
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward as DDP; a loss that has none would leave the other ranks waiting for this one's gradients."""
+        refuse_loss_without_gradient(closure_loss, rank=self.global_rank, world_size=self.world_size)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """End a backward; with half precision the plugin has done so, before it unscaled the gradients."""
+        if self._half is None:
+            self._flush_backward(closure_loss)
+
+    def _flush_backward(self, closure_loss: torch.Tensor) -> None:
+        """End DDP's own work for a backward, after which gradients are averages."""
+        super().post_backward(closure_loss)
+        if self._comm.elastic_fit is not None:
+            self._comm.elastic_fit.after_backward()
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
         if self.world_size > 1 and self._averaged_parameters is not None:
@@ -335,7 +367,7 @@ class HybridAllReduce(_Base):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
         outputs = super().predict_step(*args, **kwargs)
-        return outputs if self._masters is None else self._masters.hooks.to_fp32(outputs)
+        return outputs if self._window is None else self._window.hooks.to_fp32(outputs)
 
     def on_validation_end(self) -> None:
         """End validation as DDP: this comes after hooks of callbacks and module."""
@@ -367,8 +399,13 @@ class HybridAllReduce(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state. Collective where an extension makes it so."""
-        with nullcontext() if self._extensions is None else self._extensions.reading_module():
+        reading = nullcontext() if self._extensions is None else self._extensions.reading_module()
+        with self._outside_of_steps(), reading:
             return super().lightning_module_state_dict()
+
+    def _outside_of_steps(self) -> AbstractContextManager[None]:
+        """Return a context in which parameters are fp32, also where user code saves from inside of a step."""
+        return nullcontext() if self._window is None else self._window.shut()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
@@ -392,20 +429,22 @@ class HybridAllReduce(_Base):
         return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load while the masters stand in `param_groups`: `load_state_dict` casts state to the parameters' dtype."""
+        """Load as DDP; with extensions, this rank's part of the state."""
         if self._extensions is not None:
             self._extensions.call("load", checkpoint)
-        masters, to_device = self._masters, lightning_function("fabric.utilities.optimizer._optimizer_to_device")
+        to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            part = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
-            with part as own, nullcontext() if masters is None else masters.swapped_in(optimizer):
-                optimizer.load_state_dict(dict(own))
+            loading = nullcontext(state) if self._extensions is None else self._extensions.loading(optimizer, state)
+            with loading as own_state:
+                optimizer.load_state_dict(dict(own_state))
                 to_device(optimizer, self.root_device)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
+        if self._half is not None:
+            self._half.close_window()
         if self._extensions is not None:
             self._extensions.failed(exception)
         self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
@@ -423,8 +462,8 @@ class HybridAllReduce(_Base):
             try:
                 self._comm.close(self.optimizers)
             finally:
-                if self._masters is not None:
-                    self._masters.restore()  # before Lightning moves the module away from its masters
+                if self._half is not None:
+                    self._half.end_run()
                 try:
                     self._put_back()
                 finally:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 MOST_IMAGES = 2**16  # beyond, bytes are taken to grow with the batch: sizes of tensors must stay below 2^63
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def meta_step(model: nn.Module, precision: str) -> Iterator[tuple[nn.Module, tor
         yield shadow, torch.float32
         return
     # The very conversion of a run: which layers stay fp32, and what they return.
-    with MasterWeights(shadow, HALF[precision], on_meta=True).hooks.in_step():
+    with HalfPrecisionWindow(shadow, HALF[precision], on_meta=True).opened():
         yield shadow, HALF[precision]
 
 

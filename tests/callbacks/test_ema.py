@@ -1,4 +1,4 @@
-"""The moving average: of the masters, exact in fp32, through validation, a resumption and the end of training."""
+"""The moving average: of the weights, exact in fp32, through validation, a resumption and the end of training."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,17 +21,13 @@ def tensors_of(module):
 
 
 class ByHand(pl.Callback):
-    """The average of the masters after every step, in fp32 and in torch's own order of operations."""
+    """The average of the weights after every step, in fp32 and in torch's own order of operations."""
 
     def __init__(self):
         self.average, self.validated = None, []
 
     def on_train_batch_end(self, trainer, module, *_):
-        masters = getattr(trainer.precision_plugin, "masters", None)
-        now = []
-        for tensor in tensors_of(module):
-            pair = None if masters is None else masters.pair_of(tensor)
-            now.append((tensor if pair is None else pair.master).detach().clone())
+        now = [tensor.detach().clone() for tensor in tensors_of(module)]
         if self.average is None:
             self.average = now
         else:
@@ -51,13 +47,16 @@ def averaged(precision):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true", "32-true"])
-def test_the_average_is_that_of_the_masters_to_the_bit(two_ranks, precision):
-    """In validation DDP lets every rank see the statistics of rank zero: there only are they a rank's own."""
-    for rank, (average, validated, left) in enumerate(two_ranks.run(averaged, precision)):
+def test_the_average_is_that_of_the_fp32_weights_to_the_bit(two_ranks, precision):
+    """Statistics are those of rank zero on every rank: DDP sends them while the module holds the average."""
+    ranks = two_ranks.run(averaged, precision)
+    statistics = ranks[0][0][NUM_PARAMETERS:]
+    for average, validated, left in ranks:
+        expected = average[:NUM_PARAMETERS] + statistics
         assert any(not torch.equal(tensor, tensor.half().float()) for tensor in average if tensor.is_floating_point())
-        for index, (tensor, validation, end) in enumerate(zip(average, validated[-1], left, strict=True)):
-            assert torch.equal(end, tensor)  # fp32, also where the model was fp16
-            assert torch.equal(validation, tensor.to(validation.dtype)) or (rank > 0 and index >= NUM_PARAMETERS)
+        for tensor, validation, end in zip(expected, validated[-1], left, strict=True):
+            assert torch.equal(end, tensor)
+            assert torch.equal(validation, tensor)
 
 
 def test_training_is_not_moved_by_it(two_ranks):
@@ -113,7 +112,7 @@ def test_nothing_of_the_average_is_on_another_device_than_the_module(precision):
         ema._average_model.n_averaged = OnTheHost(num_averaged)
         ema._average_model.update_parameters(module)
     ema._swap_models(module)
-    assert {tensor.device for tensor in ema._trained} == {meta}
+    assert {tensor.device for tensor in tensors_of(module)} == {meta}
     ema._swap_models(module)
     ema._copy_average_to_current(module)
     assert {tensor.device for tensor in (*module.parameters(), *ema._average_model.parameters())} == {meta}

@@ -42,14 +42,15 @@ def test_each_tensor_out_of_range_is_named_with_its_share_and_its_remedy():
     report, found = found_in(Known())
     small, large = found["weight", "small.weight"], found["activation", "large (Linear)"]
     assert (small.below_subnormal, small.above) == (1, 0)
-    assert "masters" in small.remedy
+    assert "the fp32 weights hold them" in small.remedy
     assert "weight_norm_bounds" in small.remedy
     assert (large.below_subnormal, large.above) == (0, 1)
     assert "normalisation" in large.remedy
     assert "bf16-true" in large.remedy
     assert found["weight", "large.bias"].above == 1
     assert ("weight", "norm.weight") not in found  # it stays fp32
-    assert "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504: fp32 masters" in str(report)
+    shares = "weight small.weight: 100.0% below 6e-8, 100.0% below 6e-5, 0.0% above 65,504"
+    assert f"{shares}: the fp32 weights hold them" in str(report)
 
 
 def test_small_gradients_get_the_loss_scale_that_holds_them_and_large_ones_none():

@@ -31,8 +31,8 @@ class Spoils(pl.Callback):
     def weight(self, trainer, weight):
         weight.view(-1)[3] += 0.5
 
-    def master_below_half(self, trainer, weight):
-        trainer.precision_plugin.masters.pair_of(weight).master.view(-1)[3] *= 1 + 2**-20
+    def below_half(self, trainer, weight):
+        weight.view(-1)[3] *= 1 + 2**-20  # forward rounds it to the same half
 
     def momentum(self, trainer, weight):
         trainer.optimizers[0].state[weight]["momentum_buffer"].view(-1)[0].neg_()
@@ -54,7 +54,7 @@ def spoiled(ranks, what, precision, every_n_steps, rank=1, step=2):
     ("what", "precision", "named"),
     [
         ("weight", "16-true", f": `{LAST}`"),  # there alone: the gradients of all others are averages
-        ("master_below_half", "16-true", f": the fp32 master of `{LAST}`"),
+        ("below_half", "16-true", f": `{LAST}`"),
         ("momentum", "bf16-true", f": `{LAST}`"),
         ("skipped", "16-true", ": number of skipped steps 0"),
         ("loss_scale", "16-true", ""),  # and with it the gradients' rounding, on both ranks
@@ -101,7 +101,7 @@ class Differs(toy.Toy):
 def test_what_differs_between_checkpoints_is_found_before_the_first_step_and_of_weights_all_take_rank_zeros(
     two_ranks, tmp_path
 ):
-    """Masters and all: half weights alone, as DDP sends them, would leave each its own lower digits."""
+    """In fp32: half weights alone, as DDP sends them, would leave each its own lower digits."""
     path, scene = str(tmp_path / "a.ckpt"), {"precision": "16-true"}
     fit(two_ranks, max_epochs=1, save_to=path, **scene)
     scene |= {"ckpt_path": path, "callbacks": [ReplicaCheck(100)], "raises": True}

@@ -270,9 +270,9 @@ def test_the_loop_of_the_page_trains_on_two_ranks_and_saves_what_it_trained(two_
     assert one[2] == 2
     assert toy.same_bits(one[1], other[1])
     assert toy.same_bits(one[1], saved["model"])
-    for (dtype, half), master in zip(one[0], saved["model"].values(), strict=True):
-        assert dtype is torch.float16
-        assert torch.equal(half, master.half().float())
+    for (dtype, value), of_file in zip(one[0], saved["model"].values(), strict=True):
+        assert dtype is torch.float32
+        assert torch.equal(value, of_file)
     assert set(saved) == {"model", "optimizer", "MasterWeightPrecision"}
 
 
@@ -284,13 +284,12 @@ def errors():
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))], lr=0.1))
     fabric.backward(model(torch.ones(2, 12)).mean())
-    return (toy.error_of(optimizer.step), toy.error_of(fabric.setup_optimizers, torch.optim.LBFGS(net.parameters())))
+    return toy.error_of(optimizer.step)
 
 
 def test_what_cannot_work_is_refused_by_name(two_ranks):
-    for foreign, owns_closure in two_ranks.run(play, errors):
+    for foreign in two_ranks.run(play, errors):
         assert "(shape (2,)) is trained but not averaged" in foreign
-        assert owns_closure.startswith("MisconfigurationException: `optimizer` (=LBFGS) must not run the closure")
     for option in ("report", "shard_update"):
         with pytest.raises(ValueError, match=rf"`{option}` \(=.*is not an option"):
             HybridAllReduceStrategy(**{option: "on"})

@@ -179,7 +179,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
         views.Views._load = partialmethod(_spoil, views.Views._load)  # type: ignore[assignment, method-assign]
     if (host, local) == ("a", options["ranks"] - 1):
         elastic_fit.ElasticFit._is_whole = partialmethod(_late, elastic_fit.ElasticFit._is_whole, folder)  # type: ignore[assignment, method-assign]
-    # With `shard_update` a rank averages its own part of the masters.
+    # With `shard_update` a rank averages its own part of the weights.
     has_averages = "window" not in part and "shard_update" not in options["with"]
     averages = MasterWeightAveraging(0.9) if has_averages else None
     averages_and_note = [*([averages] if averages else []), Note()]

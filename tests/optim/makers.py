@@ -108,8 +108,8 @@ def distance(params, others):
 class Beside:
     """An optimizer of whole tensors by the path of `whole_path`, and one of `place.cut` of them by `path`.
 
-    `half`: the latter's are masters with copies in this dtype, which also is that of its scaled gradients; so are those
-    of whole tensors on the same path, while the loop gets them unscaled.
+    `half`: the dtype of the latter's gradients, which are scaled. The optimizer of whole tensors gets the same ones if
+    it takes the same path, and else unscales them before its step.
     """
 
     def __init__(self, place, path, rule=LARS, *, shapes=SHAPES, whole_path=LOOP, half=None, device="cpu", **more):
@@ -122,8 +122,7 @@ class Beside:
         place.lend(self.optimizer, self.own, self.wholes)
         self.scaled = [(self.optimizer, self.own)] if half else []
         self.scaled += [(self.reference, self.wholes)] if half and whole_path == path else []
-        for optimizer, params in self.scaled:
-            optimizer.copies = {param: param.detach().to(half) for param in params}
+        for _, params in self.scaled:
             for param in params:
                 param.grad_dtype = None
 
@@ -157,15 +156,14 @@ class Beside:
         return self
 
     def bits(self):
-        """All that a step writes, with -0.0 told from 0.0."""
-        tensors = [*self.own, *self.optimizer.copies.values()]
-        tensors += [one for param in self.own for one in self.optimizer.state[param].values()]
+        """All that a step writes, as bytes, so that -0.0 differs from 0.0."""
+        tensors = list(self.own)
+        for param in self.own:
+            tensors += self.optimizer.state[param].values()
         return [local(one.detach()).clone().view(-1).view(torch.uint8) for one in tensors if local(one).numel()]
 
     def distance(self):
-        """Of this rank's elements from those of whole tensors, state included; copies must be rounded weights."""
-        for param, copy in self.optimizer.copies.items():
-            assert torch.equal(local(copy), local(param.detach()).to(copy.dtype))
+        """The largest relative distance of this rank's elements from the whole tensors, state included."""
         found = [distance(self.own, [self.place.cut(one.detach()) for one in self.wholes])]
         for own, whole in zip(self.own, self.wholes, strict=True):
             state, expected = self.optimizer.state[own], self.reference.state[whole]
@@ -217,7 +215,6 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
     with torch.no_grad():  # which must not become 0.0
         both.wholes[0].mul_(sign)
         both.own[0].mul_(both.place.cut(sign).to(both.device))
-        both.optimizer.copies[both.own[0]].copy_(both.own[0])
     before = both.bits()
     if given:
         is_here = not isinstance(both.place, Parts) or both.place.rank == both.place.num_ranks - 1
@@ -231,12 +228,15 @@ def overflow(both, spoilt, given=False, bad=torch.inf):
 
 
 def written(both):
-    """The distance after three steps, between which something else writes all weights."""
+    """The distance after three steps, between which user code writes all weights; torch sees only the first write."""
     both.steps(1)
     with torch.no_grad():
         for param in (*both.own, *both.wholes):
             param.mul_(1.5)
-    return both.steps(2, first=2).distance()
+    both.steps(1, first=2)
+    for param in (*both.own, *both.wholes):
+        param.data.mul_(1.5)
+    return both.steps(1, first=3).distance()
 
 
 def normals(*shape, seed=0, dtype=torch.float64):

@@ -32,7 +32,7 @@ def step_over(
     given = replace(given, has_gradient=True)
     x = given.empty("cpu").fill_(1.0)
     place: dict[str, Any] = {"num_stages": num_stages, "device": torch.device("cpu"), "group": group}
-    settings = [StageSetting(index=index, pairs=(), note=watchdog.note, **place) for index in blocks]
+    settings = [StageSetting(index=index, note=watchdog.note, **place) for index in blocks]
     ends: dict[str, Any] = {"given": [given], "returned": [given], "input_of": lambda _: (x,)}
     bodies = [StageBody([block]) for block in blocks.values()]
     stages = [CheckedStage(body, setting, **ends) for body, setting in zip(bodies, settings, strict=True)]

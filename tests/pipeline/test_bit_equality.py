@@ -12,7 +12,7 @@ from lightning_hybrid.callbacks import ReplicaCheck
 from lightning_hybrid.optim import LAMB, LARS
 from tests import toy
 from tests.pipeline.cases import accumulated, in_stages, joined
-from tests.scenes import fit, same
+from tests.scenes import at, fit, same
 
 
 def assert_same(piped, expected):
@@ -76,6 +76,26 @@ def test_interleaved_stages_in_bf16_with_lamb_and_activation_checkpoints(one_ran
 @pytest.mark.parametrize(("module", "precision"), [(WithLamb, "16-true"), (WithLars, "32-true")])
 def test_a_schedule_that_computes_gradients_of_weights_apart(one_rank, two_ranks, module, precision):
     assert_equal(two_ranks, one_rank, module, options={"schedule": "zero_bubble"}, precision=precision)
+
+
+def weights_and_gradients(trainer, module, *_):
+    """Of the stages that are here."""
+    own = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+    return {name: (parameter.detach().clone(), parameter.grad.clone()) for name, parameter in own.items()}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
+def test_hooks_see_fp32_weights_and_unscaled_fp32_gradients_of_the_whole_batch(one_rank, two_ranks, schedule):
+    hooks = [at(on_after_backward=weights_and_gradients, on_before_optimizer_step=weights_and_gradients)]
+    scene = {"precision": "16-true", "callbacks": hooks, "max_epochs": 1}
+    (plain,) = fit(one_rank, **accumulated(**scene))
+    piped = fit(two_ranks, **in_stages(schedule=schedule, **scene))
+    for hook, every in (("on_after_backward", 4), ("on_before_optimizer_step", 1)):  # the last of its micro-batches
+        expected = plain.looks[hook][every - 1 :: every]
+        found = [one | other for one, other in zip(*(seen.looks[hook] for seen in piped), strict=True)]
+        assert len(found) == 8
+        assert same(found, expected)
+    assert {tensor.dtype for pair in found[0].values() for tensor in pair} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

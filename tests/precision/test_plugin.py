@@ -19,41 +19,60 @@ NORMS = ("net.2.", "net.6.")
 fp16 = partial(fit, precision="16-true")
 
 
-def inside(trainer, module, *_):
+def outside(trainer, module, *_):
     (optimizer,) = trainer.optimizers
-    parameters = dict(module.named_parameters())
-    pairs = trainer.precision_plugin.masters.pairs.values()
+    parameters = list(module.parameters())
     in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
-        "dtypes": {name: p.dtype for name, p in parameters.items()},
+        "dtypes": {p.dtype for p in parameters} | {p.grad.dtype for p in parameters},
         "buffers": {b.dtype for b in module.buffers()},
-        "in_groups": in_groups == {id(p) for p in parameters.values()} >= {id(p) for p in optimizer.state},
+        "in_groups": in_groups == {id(p) for p in parameters} >= {id(p) for p in optimizer.state},
         "state": {one.dtype for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)},
-        "exact": all(torch.equal(one.low, one.master.to(one.low.dtype)) for one in pairs),
     }
 
 
+class Noted(Toy):
+    """A module that notes the dtypes of its parameters inside of each step, and whether they are the rounded ones."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inside = {}
+        self.outside = {}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.outside = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def training_step(self, batch, batch_idx):
+        self.inside = {name: p.dtype for name, p in self.named_parameters()}
+        for name, parameter in self.named_parameters():
+            assert torch.equal(parameter.detach(), self.outside[name].to(parameter.dtype))
+        return super().training_step(batch, batch_idx)
+
+
+def dtypes_inside(trainer, module, *_):
+    return module.inside
+
+
 @pytest.mark.parametrize("precision", HALF)
-def test_model_is_half_but_normalisation_masters_and_optimizer_state_are_fp32(two_ranks, precision):
-    module = partial(Toy, optimizer="AdamW", lr=1e-3)
-    for seen in fit(two_ranks, module, precision=precision, callbacks=[at(on_train_batch_end=inside)]):
-        last = seen.looks["on_train_batch_end"][-1]
-        for name, dtype in last["dtypes"].items():
+def test_parameters_are_half_inside_of_a_step_and_everything_is_fp32_outside(two_ranks, precision):
+    module = partial(Noted, optimizer="AdamW", lr=1e-3)
+    looks = at(on_train_batch_end=outside, on_train_epoch_end=dtypes_inside)
+    for seen in fit(two_ranks, module, precision=precision, callbacks=[looks]):
+        for name, dtype in seen.looks["on_train_epoch_end"][-1].items():
             assert dtype is (torch.float32 if name.startswith(NORMS) else HALF[precision]), name
+        last = seen.looks["on_train_batch_end"][-1]
+        assert last["dtypes"] == {torch.float32}
         assert last["buffers"] == {torch.float32, torch.int64}
         assert last["state"] == {torch.float32}
         assert last["in_groups"]
-        assert last["exact"]
 
 
 def test_layers_that_are_to_stay_fp32_do_and_train_on_all_ranks(two_ranks):
     plugin = MasterWeightPrecision("16-true", keep_fp32=(nn.Linear,))
-    one, other = fit(two_ranks, precision_plugin=plugin, callbacks=[at(on_train_batch_end=inside)])
-    last = one.looks["on_train_batch_end"][-1]
-    for name, dtype in last["dtypes"].items():
+    looks = at(on_train_epoch_end=dtypes_inside)
+    one, other = fit(two_ranks, Noted, precision_plugin=plugin, callbacks=[looks])
+    for name, dtype in one.looks["on_train_epoch_end"][-1].items():
         assert dtype is (torch.float16 if name.startswith("net.1.") else torch.float32), name
-    assert last["in_groups"]
-    assert last["exact"]
     assert one.losses != other.losses, "ranks must see different data"
     assert one.losses[-1] < 0.5 * one.losses[0]
     assert same(one.parameters, other.parameters)
@@ -89,17 +108,21 @@ class HalfLoss(ExactModule):
     def training_step(self, batch, batch_idx):
         return (self.weight * 0).sum() + 2 + self.global_rank
 
+    def backward(self, loss):
+        self.scaled_loss = loss.detach()
+        super().backward(loss)
 
-def loss_of(trainer, module, loss):
-    return loss.detach()
+
+def losses_of(trainer, module, *_):
+    return module.scaled_loss
 
 
 def test_a_loss_in_half_precision_is_scaled_in_fp32(two_ranks):
     """65,536 and more are inf in fp16."""
     scene = {"train": DataLoader(torch.zeros(8, 4), batch_size=1), "max_epochs": 1, "loss_scale": 2**15}
-    for rank, seen in enumerate(fp16(two_ranks, HalfLoss, callbacks=[at(on_before_backward=loss_of)], **scene)):
-        assert len(seen.looks["on_before_backward"]) == 4
-        assert all(same(loss, torch.tensor(2.0**15 * (2 + rank))) for loss in seen.looks["on_before_backward"])
+    for rank, seen in enumerate(fp16(two_ranks, HalfLoss, callbacks=[at(on_train_batch_end=losses_of)], **scene)):
+        assert len(seen.looks["on_train_batch_end"]) == 4
+        assert all(same(loss, torch.tensor(2.0**15 * (2 + rank))) for loss in seen.looks["on_train_batch_end"])
         assert seen.num_skipped == 0
 
 
@@ -206,6 +229,20 @@ class Chooses(Toy):
         return self.make(self.parameters())
 
 
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.LBFGS, lr=0.1, max_iter=3), partial(OwnsTheClosure, lr=0.1)],
+    ids=["lbfgs", "own step"],
+)
+def test_optimizers_that_evaluate_the_loss_train_as_in_fp32(two_ranks, make):
+    scene = {"max_epochs": 1}
+    half = fp16(two_ranks, partial(Chooses, make), **scene)
+    full = fit(two_ranks, partial(Chooses, make), precision="32-true", **scene)
+    for seen, reference in zip(half, full, strict=True):
+        assert seen.losses == pytest.approx(reference.losses, abs=0.05)
+        assert same(seen.parameters, half[0].parameters)
+
+
 class Sparse(Toy):
     def __init__(self):
         super().__init__()
@@ -215,22 +252,27 @@ class Sparse(Toy):
         return super().training_step(batch, batch_idx) + self.table(batch[1]).float().sum()
 
 
-CLOSURE = "must not run the closure by itself with precision='16-true'"
+def test_sparse_gradients_are_refused_with_the_cure(one_rank):
+    (seen,) = fp16(one_rank, Sparse, raises=True)
+    assert "sparse" in seen.error
+    assert "sparse=False" in seen.error
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        pytest.param(partial(Chooses, torch.optim.LBFGS), [CLOSURE], id="lbfgs"),
-        pytest.param(partial(Chooses, partial(OwnsTheClosure, lr=0.1)), [CLOSURE], id="own step"),
-        pytest.param(Sparse, ["sparse", "sparse=False"], id="sparse gradients"),
-    ],
-)
-def test_what_cannot_be_stepped_is_refused_with_the_cure(one_rank, module, words):
-    (seen,) = fp16(one_rank, module, raises=True)
-    assert all(word in seen.error for word in words), seen.error
-
-
-def test_plugin_under_a_strategy_that_would_lose_the_masters_is_refused(one_rank):
+def test_plugin_under_another_strategy_is_refused(one_rank):
     (seen,) = fit(one_rank, strategy="ddp", plugins=[MasterWeightPrecision()], raises=True)
-    assert "`strategy` (=DDPStrategy) does not know master weights" in seen.error
+    assert "`strategy` (=DDPStrategy) does not know when to show half-precision parameters" in seen.error
+
+
+class NoGradient(Toy):
+    """A loss without a gradient on one rank, in the third batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss.detach() if self.global_rank == 1 and batch_idx == 2 else loss
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_a_rank_whose_loss_has_no_gradient_is_named_at_once(two_ranks, precision):
+    one, other = fit(two_ranks, NoGradient, precision=precision, raises=True, max_epochs=1)
+    assert "The loss on rank 1 of 2 does not require a gradient" in other.error
+    assert "The loss on rank 1 of 2 does not require a gradient" in one.error

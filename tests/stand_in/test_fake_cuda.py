@@ -29,21 +29,16 @@ def fake(monkeypatch):
 
 
 def recipe(rule, shapes=SHAPES):
-    """The optimizer of a recipe, for ResNet-50 as 16-true has it: masters with fp16 copies, normalisation in fp32."""
+    """The optimizer of a recipe, for ResNet-50 as 16-true has it: fp16 gradients, those of normalisation in fp32."""
     options = yaml.safe_load((CONF / f"{RULES[rule]}.yaml").read_text())
     assert options.pop("fused", "missing") is None
     options = {name: value for name, value in options.items() if not name.startswith("_")}
     groups = ({"params": []}, {"params": [], "trust_ratio": False, "weight_decay": 0.0})
-    copies = {}
     for shape in shapes:
         is_half = len(shape) > 1 or shape == (1000,)  # convolutions and the head
-        one = parameter(*shape, grad_dtype=torch.float16 if is_half else torch.float32)
-        if is_half:
-            copies[one] = torch.empty_like(one, dtype=torch.float16)
-        groups[len(shape) == 1]["params"].append(one)
-    optimizer = rule(list(groups), **options)
-    optimizer.copies = copies
-    return optimizer
+        param = parameter(*shape, grad_dtype=torch.float16 if is_half else torch.float32)
+        groups[len(shape) == 1]["params"].append(param)
+    return rule(list(groups), **options)
 
 
 def scaled_step(optimizer):
@@ -63,7 +58,7 @@ def test_an_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_noth
         with Launches() as launches:
             scaled_step(optimizer) if precision == "fp16" else optimizer.step()
     kernels = [name for name, _ in fake.launched]
-    assert sorted(kernels) == sorted(2 * KERNELS)  # for what has a copy, and for what has none
+    assert sorted(kernels) == sorted(2 * KERNELS)  # for fp16 gradients, and for fp32 ones
     assert fake.num_copies == 1  # of all options
     assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
 
@@ -111,7 +106,6 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
     """A read by the host would raise; kernels are as many as of whole tensors."""
     params = [parameter(2 * BLOCK, grad_dtype=torch.float16), parameter(8, 4, grad_dtype=torch.float16)]
     optimizer = rule(params, lr=0.1, fused=fused)
-    optimizer.copies = {one: torch.empty_like(one, dtype=torch.float16) for one in params}
     optimizer.parts = {params[0]: Part(numel=5 * BLOCK, begin=2 * BLOCK, end=4 * BLOCK)}
     tables = []
     optimizer.add_up_ = tables.append

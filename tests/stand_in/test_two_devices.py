@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid import MasterWeightPrecision
 from lightning_hybrid.optim import LARS
-from lightning_hybrid.precision.master_weights import sum_gradients_
+from lightning_hybrid.precision.parameter_pair import check_exchange
 from tests import toy
 from tests.stand_in.fake_cuda import Launches
 
@@ -36,6 +36,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def fake():
+    check_exchange()  # once in a process, by values
     with FakeTensorMode() as mode, OneDevice():
         yield mode
 
@@ -72,24 +73,29 @@ def set_up(optimizer, precision="16-true", *, module=None, **settings):
     return module, plugin, optimizer
 
 
-def backward(module, *, is_scaled=True):
-    """The loss is scaled, or not, and each parameter has a gradient in its own dtype."""
-    loss = torch.ones((), device=CUDA)
-    if is_scaled:
-        module.trainer.precision_plugin.pre_backward(loss, module)
+def backward(module):
+    """The window is open in the backward, and each parameter has a gradient in its own dtype."""
+    plugin = module.trainer.precision_plugin
+    loss = plugin.pre_backward(torch.ones((), device=CUDA), module)
     for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return loss
+        gradient = torch.ones_like(parameter)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    return plugin.post_backward(loss, module)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
+    if (name, precision, clip) == ("lars", "16-true", None):
+        pytest.skip("what LARS does by itself with a scale takes no fake tensors")
     module, plugin, optimizer = set_up(name, precision, gradient_clip_val=clip)
-    is_scaled = clip is not None or name != "lars"  # what LARS does by itself with a scale takes no fake tensors
+    is_scaled = clip is not None or name != "lars"
     for _ in range(3):
-        plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module, is_scaled=is_scaled))
+        with plugin.window.opened():
+            assert {p.dtype for p in module.parameters()} == {plugin.dtype, torch.float32}
+        plugin.optimizer_step(optimizer, model=module, closure=lambda: backward(module))
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     assert {value.device for value in state if isinstance(value, torch.Tensor) and value.dim() > 0} == {CUDA}
     record = plugin.optimizer_steps[0]
@@ -99,19 +105,27 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name, precision, clip):
     assert {tensor.device for tensor in kept} == {CUDA}
 
 
-def test_gradients_of_batches_are_summed_where_they_are_in_launches_whose_number_does_not_grow_with_tensors():
+def test_launches_of_sums_and_of_the_cast_do_not_grow_with_the_number_of_tensors():
     launches = []
     for num_layers in (2, 20):
-        module, plugin, optimizer = set_up("adamw_fused", module=Deep(num_layers))
-        half = [parameter for parameter in module.parameters() if parameter.dtype is torch.float16]
+        module, plugin, _ = set_up("adamw_fused", module=Deep(num_layers))
+        is_last = False
+        plugin.connect_strategy(is_last_backward_of_step=lambda: is_last)
         for _ in range(2):
             backward(module)
-            with Launches() as counted:
-                sum_gradients_(plugin.masters.pairs.values())
-            assert all(parameter.grad is None for parameter in half)
-        launches.append(counted.names)
-        plugin.masters.return_sums()
-        assert {parameter.grad.device for parameter in half} == {CUDA}
-        plugin.optimizer_step(optimizer, model=module, closure=lambda module=module: backward(module))
+        assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
+        with Launches() as counted:
+            plugin.window.cast()
+        assert len(counted.names) == 1
+        with Launches() as counted:
+            plugin.pre_backward(torch.ones((), device=CUDA), module)
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        counts = [len(counted.names) - 1 * len(list(module.parameters()))]
+        with Launches() as counted:
+            groups = plugin.optimizer_steps.parameters_by_optimizer(module.parameters())
+            plugin.gradients.finish(groups, plugin._scale, lambda _: False)
+        counts.append(sorted(name for name in counted.names if "clone" not in name))
+        plugin.window.close()
+        launches.append(counts)
     assert launches[0] == launches[1]
-    assert len(launches[0]) <= 2

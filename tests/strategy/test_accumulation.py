@@ -76,11 +76,13 @@ def gradient(trainer, module):
     return module.net.weight.grad[0, 0].item()
 
 
-def test_hooks_see_the_gradient_of_their_batch_and_in_the_last_that_of_the_step(two_ranks):
+def test_hooks_see_the_sum_of_the_batches_so_far_and_in_the_last_the_average_over_ranks(two_ranks):
+    """As under `ddp`: fp32 and unscaled."""
     _, (_, seen) = change(two_ranks, callbacks=[at(on_after_backward=gradient)])
-    scale, found = 1024 / NUM_BATCHES, seen.looks["on_after_backward"]
-    assert found[:3] == [0.75 * scale, 2.0**-11 * scale, 2.0**-11 * scale]
-    assert found[-1] == SUM * scale  # averaged over ranks
+    sums = seen.looks["on_after_backward"]
+    expected = [(0.75 + number * 2.0**-11) / NUM_BATCHES for number in range(3)]
+    assert sums[:3] == expected
+    assert sums[-1] == SUM / NUM_BATCHES
 
 
 @pytest.mark.parametrize(("first", "num_skipped"), [(float("inf"), 1), (1.0, 0)])

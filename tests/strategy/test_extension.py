@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hybrid import Comm, FitExtension, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps
 from lightning_hybrid.comm import CommEngine
-from lightning_hybrid.precision.master_weights import MasterWeights
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 from tests import toy
 from tests.checkout import ROOT, tracked_in
 from tests.test_readme import python_blocks
@@ -181,7 +181,7 @@ def ends(options, precision):
         for kind, name, label in (
             (FitExtension, "end", lambda one: "end"),
             (CommEngine, "close", lambda engine: f"engine of {engine.topology.world_size}"),
-            (MasterWeights, "restore", lambda masters: "masters"),
+            (HalfPrecisionWindow, "end", lambda window: "window"),
             (FitExtension, "put_back", lambda one: "put back"),
             (DDPStrategy, "teardown", lambda strategy: "DDP"),
         ):
@@ -197,10 +197,10 @@ def ends(options, precision):
     return said
 
 
-def test_a_fit_ends_extensions_then_the_engine_then_masters_then_the_module(two_ranks):
-    """The nodes' engine of local steps closes before that of all ranks. Lightning's plugin restores masters again."""
+def test_a_fit_ends_extensions_then_the_engine_then_the_window_then_the_module(two_ranks):
+    """The nodes' engine of local steps closes before that of all ranks."""
     options = {"between_nodes": LocalSteps(every=2), "ranks_per_node": 1}
-    order = ["end", "engine of 1", "engine of 2", "masters", "put back", "put back", "DDP", "masters"]
+    order = ["end", "engine of 1", "engine of 2", "window", "put back", "put back", "DDP"]
     assert two_ranks.run(ends, options, "16-true") == [order] * 2
 
 

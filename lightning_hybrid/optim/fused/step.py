@@ -26,9 +26,9 @@ class TensorGroup:
 
     options: OptionTable
     flags: tuple[bool, ...]
+    grad_dtype: torch.dtype
     indices: list[int] = field(default_factory=list)  # among all parameters
     params: list[Tensor] = field(default_factory=list)
-    copies: list[Tensor] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)  # the parameter group of each tensor
     parts: list[Part | None] = field(default_factory=list)  # of each tensor, where ranks share them
     engine: Any = None
@@ -47,7 +47,7 @@ class FusedStep:
         """Return the options of a parameter group that are compiled into its kernels: none of them."""
         return ()
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
         """Make the engine of a tensor group, by its device, and the optimizer state that is missing."""
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class FusedStep:
 
     def _is_same(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
         # Engines hold addresses: a tensor that was replaced or moved must be noticed. `==` would compare elements.
-        owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
+        owned = [*params, *_state_tensors(optimizer)]
         if len(owned) != len(self._owned) or not all(map(operator.is_, owned, self._owned)):
             return False
         if self._signature != self._signature_of(optimizer, grads):
@@ -139,48 +139,54 @@ class FusedStep:
         return not any(tensors.engine.has_moved() for tensors in self._tensor_groups)
 
     def _signature_of(self, optimizer: Any, grads: list[Any]) -> list[Any]:
-        # What decides about tensor groups besides the tensors themselves.
+        """Return all that decides about tensor groups besides the tensors themselves."""
         groups = [(id(group), len(group["params"]), self.flags(group)) for group in optimizer.param_groups]
         parts = optimizer.parts and [(id(param), part) for param, part in optimizer.parts.items()]
-        return [parts, *groups, *(None if grad is None else grad.dtype for grad in grads)]
+        grad_dtypes = [None if grad is None else grad.dtype for grad in grads]
+        return [parts, *groups, *grad_dtypes]
 
     def _sort(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
+        """Sort the parameters into tensor groups with engines; return False if a device has no engines."""
         if not self.has_engines(params):
             return False
-        found: dict[Any, TensorGroup] = {}
-        groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        for index, (group, param, grad) in enumerate(zip(groups, params, grads, strict=True)):
+        all_tensor_groups = self._tensor_groups_of(optimizer, grads)
+        by_device: dict[torch.device, list[TensorGroup]] = {}
+        for tensors in all_tensor_groups:
+            # An engine makes the optimizer state that is missing.
+            tensors.engine = self.engine_of(tensors, optimizer)
+            if optimizer.shard_sums is not None:
+                tensors.engine.share(partial(optimizer.shard_sums.add_up_, tensors.params))
+            by_device.setdefault(tensors.params[0].device, []).append(tensors)
+
+        self._tables = []
+        for device, tensor_groups in by_device.items():
+            options_and_groups = [(tensors.options, tensors.groups) for tensors in tensor_groups]
+            self._tables.append(OptionTables(options_and_groups, device))
+        self._tensor_groups = all_tensor_groups
+        self._owned = [*params, *_state_tensors(optimizer)]
+        self._signature = self._signature_of(optimizer, grads)
+        return True
+
+    def _tensor_groups_of(self, optimizer: Any, grads: list[Any]) -> list[TensorGroup]:
+        """Return the tensor groups, without engines, of all parameters that have a gradient."""
+        tensor_groups: dict[Any, TensorGroup] = {}
+        params_and_groups = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        for index, (param, group) in enumerate(params_and_groups):
+            grad = grads[index]
             if grad is None:
                 continue
-            copy, flags = optimizer.copies.get(param), self.flags(group)
-            # What one launch needs equal: copies of one dtype or none, dtypes, device, compiled options.
-            key = (copy is None or copy.dtype, grad.dtype, param.dtype, param.device, flags)
-            if key not in found:
-                found[key] = TensorGroup(options=self.options(), flags=flags)
-            tensors = found[key]
+            flags = self.flags(group)
+            # One launch needs these equal.
+            key = (param.device, param.dtype, grad.dtype, flags)
+            if key not in tensor_groups:
+                tensor_groups[key] = TensorGroup(options=self.options(), flags=flags, grad_dtype=grad.dtype)
+            tensors = tensor_groups[key]
             tensors.indices.append(index)
             tensors.params.append(param)
             tensors.groups.append(group)
             if optimizer.parts is not None:
                 tensors.parts.append(optimizer.parts.get(param))
-            if copy is not None:
-                tensors.copies.append(copy)
-        # Engines make the state that is missing, so what is owned is listed after them.
-        for key, tensors in found.items():
-            tensors.engine = self.engine_of(tensors, optimizer, key[1])
-            if optimizer.shard_sums is not None:
-                tensors.engine.share(partial(optimizer.shard_sums.add_up_, tensors.params))
-        self._tensor_groups = list(found.values())
-        by_device: dict[torch.device, list[TensorGroup]] = {}
-        for tensors in self._tensor_groups:
-            by_device.setdefault(tensors.params[0].device, []).append(tensors)
-        self._tables = [
-            OptionTables([(tensors.options, tensors.groups) for tensors in some], device)
-            for device, some in by_device.items()
-        ]
-        self._owned = [*params, *optimizer.copies.values(), *_state_tensors(optimizer)]
-        self._signature = self._signature_of(optimizer, grads)
-        return True
+        return list(tensor_groups.values())
 
 
 def _state_tensors(optimizer: Any) -> list[Any]:
@@ -200,15 +206,15 @@ class FusedLars(FusedStep):
         """Whether the group has a trust ratio."""
         return group["trust_ratio"]
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
         """Make the engine; see `FusedStep`."""
-        states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
-        lists = (tensors.params, states, tensors.copies)
+        has_momentum, is_joint = tensors.flags
+        moments = optimizer.state_lists(tensors.params, "momentum_buffer") if has_momentum else []
         if tensors.params[0].device.type == "cpu":
-            return NativeLars(*lists, grad_dtype, is_joint=tensors.flags[1], parts=tensors.parts)
+            return NativeLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts)
         from lightning_hybrid.optim.fused.cuda.lars import KernelLars  # needs triton
 
-        return KernelLars(*lists, grad_dtype, is_joint=tensors.flags[1], parts=tensors.parts)
+        return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, parts=tensors.parts)
 
 
 class FusedLamb(FusedStep):
@@ -221,14 +227,15 @@ class FusedLamb(FusedStep):
         """Whether the norm of all gradients is bounded."""
         return group["max_grad_norm"] is not None
 
-    def engine_of(self, tensors: TensorGroup, optimizer: Any, grad_dtype: torch.dtype) -> Engine:
+    def engine_of(self, tensors: TensorGroup, optimizer: Any) -> Engine:
         """Make the engine; see `FusedStep`."""
         for param in tensors.params:
             state = optimizer.state[param]
-            # A state that the lists have left on a GPU.
-            state["step"] = state.get("step", torch.zeros(())).to("cpu", torch.float32)
-        states = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
-        return NativeLamb(tensors.params, states, tensors.copies, grad_dtype, parts=tensors.parts)
+            # The lists may have left the count on a GPU.
+            step = state.get("step", torch.zeros(()))
+            state["step"] = step.to("cpu", torch.float32)
+        *moments, steps = optimizer.state_lists(tensors.params, "exp_avg", "exp_avg_sq", "step")
+        return NativeLamb(tensors.params, moments, steps, tensors.grad_dtype, parts=tensors.parts)
 
     def before_update(self, optimizer: Any, scaling: GradScaling) -> GradScaling:
         """Scale all gradients by min(1, max_grad_norm / norm), if there is a bound; take them into the moments."""

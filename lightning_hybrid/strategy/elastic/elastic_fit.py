@@ -8,6 +8,7 @@ view ends           every wait in its groups ends; hosts meet again, and who is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -130,7 +131,9 @@ class ElasticFit:
         barrier(*args, **kwargs)
         if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
             parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
-            self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+            window = self._strategy.run_status.window
+            with nullcontext() if window is None else window.opened():
+                self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
             self._before, self._after_first, self._of_first_rank = (BufferCopy(self._module) for _ in range(3))
             self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
             engine, timeout = self._comm.engine, self._timeout
@@ -243,16 +246,28 @@ class ElasticFit:
         if self._strategy.root_device.type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())  # the one that was set for the CPU
 
-    def _share(self, views: Views, logs: StepLogs) -> None:
-        if self._sums_apart:
+    def after_backward(self) -> None:
+        """Average gradients apart from DDP's buckets, after the last backward of a view's first step. Collective then.
+
+        With half precision they are half and scaled still, as in DDP's buckets: unscaled, and looked through for inf,
+        are the averages.
+        """
+        views = self._views
+        if not self._sums_apart or views is None or views.ended:
+            return
+        if not self._strategy.model.require_backward_grad_sync:
+            return
+        try:
             for bucket in self._buckets:
                 bucket.fill()
             for future in [self._average(self._comm.hook_state, bucket) for bucket in self._buckets]:
                 future.wait()
             for bucket in self._buckets:
                 bucket.give_back()
-            if views.ended:  # what failed of them is noted
-                return
+        except RuntimeError as error:
+            views.note(error)
+
+    def _share(self, views: Views, logs: StepLogs) -> None:
         groups: Any = views.groups
         if groups.world is not None:  # as under `ddp`, those of rank zero
             self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
@@ -264,8 +279,6 @@ class ElasticFit:
         # Lightning's closure has run already, and zeroed gradients in a hook of the user's.
         for one in self._strategy.model.parameters():
             one.grad = None
-        if (masters := getattr(self._strategy.precision_plugin, "masters", None)) is not None:
-            masters.drop_sums()
         self._run(self._batch_of(self._shards[0]))
 
     def _run(self, batch: Any) -> None:

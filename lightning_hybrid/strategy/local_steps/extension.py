@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_hybrid.averaged_models import averages_of
 from lightning_hybrid.comm import CommEngine, CommPlan
 from lightning_hybrid.comm.engine.process_groups import end_group, new_node_group
 from lightning_hybrid.comm.topology import ReplicaSets
 from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import broadcast_first_
-from lightning_hybrid.precision.averaging import averages_of, masters_of
-from lightning_hybrid.precision.master_weights import MasterPair, copy_to_low_
 from lightning_hybrid.precision.schedule_guard import release_schedule
 from lightning_hybrid.strategy.compatibility import in_callbacks, in_module, in_nodes, in_precision, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
@@ -120,7 +119,8 @@ class LocalStepsExtension(FitExtension):
             self._nodes.note_step()
             num_steps = fit.trainer.global_step + 1  # Lightning counts this one later
             if self._nodes.ends_in_step and self.steps.end_at(num_steps):
-                self._average(fit, num_steps)
+                with fit.outside_of_steps():
+                    self._average(fit, num_steps)
         return outputs
 
     # ---- averages --------------------------------------------------------------------------------------------------
@@ -131,9 +131,6 @@ class LocalStepsExtension(FitExtension):
         if nodes is None or not nodes.has_own_weights:
             return
         nodes.average.begin_step(fit.trainer.global_step if num_steps is None else num_steps)
-        pairs = _pairs(fit)
-        for pair in pairs:
-            pair.absorb_outside_writes_()
         weights = list(_weights(fit).values())
         if nodes.outer is None:
             nodes.average.average_(weights)
@@ -143,9 +140,6 @@ class LocalStepsExtension(FitExtension):
             nodes.outer.step_(weights, moved)
         nodes.average.average_(_statistics(fit))
         average_momentum_(fit.optimizers, nodes.average)
-        copy_to_low_(pairs)
-        for pair in pairs:
-            pair.mark_clean()
         if others := _other_buffers(fit):
             broadcast_first_(others)
         nodes.has_own_weights = False
@@ -278,19 +272,9 @@ def _known_to_ddp(fit: FitContext) -> Iterator[tuple[str, Tensor]]:
     return (named for named in fit.module.named_parameters() if named[0] not in ignored)
 
 
-def _pairs(fit: RunningFit) -> list[MasterPair]:
-    masters = masters_of(fit.module)
-    found = () if masters is None else map(masters.pair_of, _trained_by_name(fit).values())
-    return [pair for pair in found if pair is not None]
-
-
 def _weights(fit: RunningFit) -> dict[str, Tensor]:
-    # What an optimizer changes, by name: masters where there are some.
-    masters, found = masters_of(fit.module), {}
-    for name, parameter in _trained_by_name(fit).items():
-        pair = None if masters is None else masters.pair_of(parameter)
-        found[name] = (parameter if pair is None else pair.master).detach()
-    return found
+    """Return the fp32 values that optimizers change, by name."""
+    return {name: parameter.detach() for name, parameter in _trained_by_name(fit).items()}
 
 
 def _broadcasts_buffers(fit: RunningFit) -> bool:

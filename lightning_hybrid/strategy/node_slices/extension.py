@@ -11,9 +11,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.averaged_models import averages_of
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.comm.topology import ReplicaSets
-from lightning_hybrid.precision.averaging import averages_of, masters_of
 from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, refuse_excluded
@@ -78,11 +78,11 @@ class NodeSlicesExtension(FitExtension):
         self._averaged = {id(parameter) for parameter in fit.module.parameters()} - slices.frozen
         slices.connect(
             fit.optimizers,
-            masters_of(fit.module),
             comm_dtype=fit.hook_state.comm_dtype,
             # DDP's own flag: False between the batches of one step.
             averages=lambda: bool(wrapped.require_backward_grad_sync),
             is_adasum=self._is_adasum,
+            window=getattr(fit.precision, "window", None),
         )
         if has_grad_scaler(fit.precision):
             slices.agree_on_overflow(fit.precision.scaler)

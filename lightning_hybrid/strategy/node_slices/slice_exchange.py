@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.comm.engine.node_exchange import all_gather
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 
 
 class NodeRanks:
@@ -25,6 +26,7 @@ class NodeRanks:
         self.is_own_state = False  # whether state dicts hold this rank's slices, and to take one is not collective
         self.meet: Callable[[], None] = lambda: None  # before a state dict is gathered
         self.handles: list[Any] = []  # of hooks where pairs begin
+        self.window: HalfPrecisionWindow | None = None  # of half precision, which shows whole tensors too
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeRanks:
         return self  # a copy of a layer is cut over the same ranks

@@ -19,8 +19,8 @@ from lightning_hybrid.comm.engine.process_groups import end_group, own_group
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.comm.health.watchdog import private_store
 from lightning_hybrid.placement import Part, broadcast_first_, ignored_by_ddp, with_entries
-from lightning_hybrid.precision.master_weights import MasterWeights
 from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.strategy.node_slices.gradient_average import SliceGradients
 from lightning_hybrid.strategy.node_slices.slice_exchange import NodeRanks
 from lightning_hybrid.strategy.node_slices.sliced_layers import (
@@ -126,13 +126,14 @@ class SlicedFit:
     def connect(
         self,
         optimizers: Sequence[Optimizer],
-        masters: MasterWeights | None,
         *,
         comm_dtype: torch.dtype | None,
         averages: Callable[[], bool],
         is_adasum: bool,
+        window: HalfPrecisionWindow | None,
     ) -> None:
         """Average gradients over nodes from now on; give LARS and LAMB the ranks that hold the other slices."""
+        self._ranks.window = window
         how: Any = {"comm_dtype": comm_dtype, "averages": averages, "adasum_in": self.node if is_adasum else None}
         self._gradients = SliceGradients(self._parameters.values(), across=self.across, **how)
         for optimizer in optimizers:
@@ -142,9 +143,7 @@ class SlicedFit:
             parts = dict[Tensor, Part]()
             for parameter in cut:
                 # For its sums of squares a slice is all of a tensor that other ranks add theirs to.
-                part = Part(numel=parameter.numel(), begin=0, end=parameter.numel())
-                pair = None if masters is None else masters.pair_of(parameter)
-                parts |= {parameter: part} if pair is None else {parameter: part, pair.master: part}
+                parts[parameter] = Part(numel=parameter.numel(), begin=0, end=parameter.numel())
             self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.add_up_))
 
     @property

@@ -84,13 +84,19 @@ class SlicedLayer:
         """Compute with whole tensors, each rank by itself, until `drop`. Collective; `forward` then is not."""
         vars(self.layer).pop("forward", None)
         for name, one in self.slices.items():
+            parameter = self.layer._parameters[name]
+            whole = nn.Parameter(one.whole_of(parameter.detach()), requires_grad=False)
+            if self.ranks.window is not None:
+                self.ranks.window.add_stand_in(whole, parameter)
             # An attribute goes before the parameter of this name, which stays the slice.
-            vars(self.layer)[name] = one.whole_of(getattr(self.layer, name).detach())
+            vars(self.layer)[name] = whole
 
     def drop(self) -> None:
         """Compute with slices again; forget the whole tensors."""
         for name in self.slices:
-            vars(self.layer).pop(name, None)
+            whole = vars(self.layer).pop(name, None)
+            if whole is not None and self.ranks.window is not None:
+                self.ranks.window.remove_stand_in(whole)
         if hasattr(self, "forward"):
             vars(self.layer)["forward"] = self.forward
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -83,7 +83,7 @@ class ShardUpdateExtension(FitExtension):
         self, fit: RunningFit, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[], Any], **options: Any
     ) -> Any:
         """Update parts, where parameters have no masters."""
-        if self._parts.has_masters:
+        if self._parts.is_half:
             return run()
         # The closure has whole parameters and gradients, as clipping and hooks; only the update itself has parts.
         result = closure()
@@ -104,12 +104,6 @@ class ShardUpdateExtension(FitExtension):
     def optimizer_state(self, fit: RunningFit, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Bring the whole state to rank zero. Collective."""
         return self._parts.state_dict(optimizer, state)
-
-    def loading(
-        self, fit: RunningFit, optimizer: Optimizer, state: Mapping[str, Any]
-    ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Load this rank's parts."""
-        return self._parts.loading(optimizer, state)
 
     def status(self) -> Mapping[str, Any]:
         """Return what this rank has of each parameter."""

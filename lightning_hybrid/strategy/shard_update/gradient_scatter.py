@@ -26,7 +26,7 @@ from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.bucket_layout import chunk_numels
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT
 from lightning_hybrid.comm.hook import split_divisor
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard
+from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
 
 Range = tuple[int, int]  # elements from begin to end
 
@@ -66,12 +66,12 @@ def packing_of(owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequ
 
 
 class GradientScatter:
-    """The way of a bucket to its owners, while `is_on`; `pair_of` returns the pair of a parameter that is cut."""
+    """The way of a bucket to its owners, while `is_on`; `shard_of` returns the shard of a parameter that is cut."""
 
     def __init__(
-        self, engine: CommEngine, pair_of: Callable[[Tensor], MasterShard | WeightShard | None], *, is_possible: bool
+        self, engine: CommEngine, shard_of: Callable[[Tensor], ParameterShard | None], *, is_possible: bool
     ) -> None:
-        self._engine, self._pair_of, self._is_possible = engine, pair_of, is_possible
+        self._engine, self._shard_of, self._is_possible = engine, shard_of, is_possible
         sharers = engine.topology.sharers(engine.update_scope)
         self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
         self._packings: dict[tuple[int, ...], Packing | None] = {}
@@ -125,11 +125,11 @@ class GradientScatter:
         rest: list[Range] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             at = (gradient.data_ptr() - buffer.data_ptr()) // buffer.element_size()
-            pair = self._pair_of(parameter)
-            if pair is None or gradient.stride() != parameter.stride():
+            shard = self._shard_of(parameter)
+            if shard is None or gradient.stride() != parameter.stride():
                 rest.append((at, at + gradient.numel()))
                 continue
-            for rank, (begin, end) in enumerate(pair.spans):
+            for rank, (begin, end) in enumerate(shard.spans):
                 owned[rank].append((at + begin, at + end))
         longest = max(sum(end - begin for begin, end in ranges) for ranges in owned)
         if longest == 0:

@@ -14,7 +14,6 @@ from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.comm.stats.trace import CommTrace
-from lightning_hybrid.precision.write_tracking import mark_clean
 
 # Attributes that have nothing of a weight's values and do not lead to its memory: `zero_grad`, for one, reads them.
 OF_NO_VALUE = {"grad", "requires_grad", "shape", "dtype", "device"}
@@ -41,11 +40,9 @@ class LateGather(TorchFunctionMode):
         """Wait for the weights with these ids, if they are under way; None: for all."""
         began_s = self._trace.now_s()
         for key in list(self._under_way) if keys is None else keys:
-            weight, futures = self._under_way.pop(key, (None, []))
+            _, futures = self._under_way.pop(key, (None, []))
             for future in futures:
                 future.wait()
-            if weight is not None:
-                mark_clean(weight)
         self._trace.count_wait(began_s)
 
     def __torch_function__(

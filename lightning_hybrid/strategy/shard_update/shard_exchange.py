@@ -20,8 +20,9 @@ from torch.futures import Future
 
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.engine.node_exchange import PART_ALIGNMENT
+from lightning_hybrid.placement import flattened
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, flattened
+from lightning_hybrid.strategy.shard_update.shard_pairs import ParameterShard
 
 # Elements of a chunk, of all ranks together. Two chunks are in memory: 16 MiB of half-precision weights.
 CHUNK_NUMEL = 1 << 22
@@ -90,46 +91,47 @@ class ShardExchange:
         return table.amax()
 
     @torch.no_grad()
-    def gather_(self, pairs: Sequence[object], tensors: Sequence[Tensor], late: LateGather | None = None) -> None:
-        """Complete tensors as large as parameters, of which each rank has its own part; whole ones are left alone.
+    def gather_(
+        self, shards: Sequence[ParameterShard], tensors: Sequence[Tensor], late: LateGather | None = None
+    ) -> None:
+        """Complete tensors as large as parameters, of which each rank has its own part.
 
         `late` waits for them where they are read, in place of this call; until then all are in memory twice.
         """
-        by_dtype: dict[torch.dtype, list[tuple[MasterShard | WeightShard, Tensor]]] = {}
-        for pair, tensor in zip(pairs, tensors, strict=True):
-            if isinstance(pair, MasterShard | WeightShard):
-                by_dtype.setdefault(tensor.dtype, []).append((pair, tensor))
+        by_dtype: dict[torch.dtype, list[tuple[ParameterShard, Tensor]]] = {}
+        for shard, tensor in zip(shards, tensors, strict=True):
+            by_dtype.setdefault(tensor.dtype, []).append((shard, tensor))
         for some in by_dtype.values():
-            rows = [flattened(tensor, pair.low) for pair, tensor in some]
-            own = [row.narrow(0, *_begin_and_length(pair)) for row, (pair, _) in zip(rows, some, strict=True)]
-            self._exchange("gather", [pair for pair, _ in some], own, into=rows, late=late)
+            rows = [flattened(tensor, shard.whole) for shard, tensor in some]
+            own = [row.narrow(0, *_begin_and_length(shard)) for row, (shard, _) in zip(rows, some, strict=True)]
+            self._exchange("gather", [shard for shard, _ in some], own, into=rows, late=late)
 
     @torch.no_grad()
-    def collect(self, pairs: Sequence[MasterShard | WeightShard], own: Sequence[Tensor]) -> list[Tensor] | None:
+    def collect(self, shards: Sequence[ParameterShard], own: Sequence[Tensor]) -> list[Tensor] | None:
         """Return on rank zero, on the CPU, the whole of tensors of which each rank gives its own part."""
         wholes = None
         if self.is_first:
-            each = zip(pairs, own, strict=True)
-            wholes = [torch.empty_like(pair.low, dtype=part.dtype, device="cpu") for pair, part in each]
+            each = zip(shards, own, strict=True)
+            wholes = [torch.empty_like(shard.whole, dtype=part.dtype, device="cpu") for shard, part in each]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(own):
             by_dtype.setdefault(tensor.dtype, []).append(index)
         for some in by_dtype.values():
-            rows = None if wholes is None else [flattened(wholes[index], pairs[index].low) for index in some]
+            rows = None if wholes is None else [flattened(wholes[index], shards[index].whole) for index in some]
             for row, index in zip(rows or (), some, strict=False):
-                row.narrow(0, *_begin_and_length(pairs[index])).copy_(own[index])
-            self._exchange("collect", [pairs[index] for index in some], [own[index] for index in some], into=rows)
+                row.narrow(0, *_begin_and_length(shards[index])).copy_(own[index])
+            self._exchange("collect", [shards[index] for index in some], [own[index] for index in some], into=rows)
         return wholes
 
     def _exchange(
         self,
         what: Literal["gather", "collect"],
-        pairs: Sequence[MasterShard | WeightShard],
+        shards: Sequence[ParameterShard],
         own: Sequence[Tensor],
         into: Sequence[Tensor] | None,
         late: LateGather | None = None,
     ) -> None:
-        layout = self._layout(pairs, is_late=late is not None)
+        layout = self._layout(shards, is_late=late is not None)
         under_way: deque[Future[Tensor]] = deque()
         # Not kept: between steps memory is what is to be saved.
         largest = max((chunk.numel for chunk in layout), default=0) * self._num_ranks
@@ -138,7 +140,7 @@ class ShardExchange:
             if not late and len(under_way) == 2:
                 under_way.popleft().wait()  # its memory is used again
             flat = memory[index % len(memory)][: chunk.numel * self._num_ranks]
-            begins = [pair.spans[self._rank][0] for pair in pairs]
+            begins = [shard.spans[self._rank][0] for shard in shards]
             slices = chunk.slices[self._rank]
             rows = self._rows(flat, chunk, self._rank)
             if rows:
@@ -147,7 +149,7 @@ class ShardExchange:
             waits = {"exchange": self._exchange_named(what), "is_in_update": None if late else True}
             under_way.append(self._engine.submit(flat, bucket_index=index, finish=finish, **waits))
             if late:
-                late.add(under_way.pop(), [pairs[i].low for some in chunk.slices for i, _, _ in some])
+                late.add(under_way.pop(), [shards[i].parameter for some in chunk.slices for i, _, _ in some])
         for future in under_way:
             future.wait()
 
@@ -168,16 +170,16 @@ class ShardExchange:
     def _exchange_named(self, what: str) -> Any:
         return f"{'node' if self.is_in_node else 'world'}_{what}"
 
-    def _layout(self, pairs: Sequence[MasterShard | WeightShard], *, is_late: bool) -> list[PackedChunk]:
-        key = (is_late, *map(id, pairs))
+    def _layout(self, shards: Sequence[ParameterShard], *, is_late: bool) -> list[PackedChunk]:
+        key = (is_late, *map(id, shards))
         if key not in self._layouts:
-            total = sum(pair.low.numel() for pair in pairs)
+            total = sum(shard.whole.numel() for shard in shards)
             # What comes first lets forward begin: some 16 chunks, of half a MiB at least in half precision.
             numel = min(CHUNK_NUMEL, max(total // 16, 1 << 18)) if is_late else CHUNK_NUMEL
-            self._layouts[key] = chunks_of([pair.spans for pair in pairs], numel // self._num_ranks)
+            self._layouts[key] = chunks_of([shard.spans for shard in shards], numel // self._num_ranks)
         return self._layouts[key]
 
 
-def _begin_and_length(pair: MasterShard | WeightShard) -> tuple[int, int]:
-    begin, end = pair.spans[pair.local_rank]
+def _begin_and_length(shard: ParameterShard) -> tuple[int, int]:
+    begin, end = shard.spans[shard.rank]
     return begin, end - begin

@@ -1,102 +1,242 @@
-"""A rank's part of a large parameter, which takes the parameter's place in the optimizer for the time of a step.
+"""A rank's part of a large parameter, which the parameter itself shows for the time of an optimizer step.
 
-    parameter        forward, backward                        whole on every rank
-    `master`         the optimizer's parameter, its state     elements begin ... end - 1 in the order of memory
+                     between steps                            in a step
+    parameter   ->   whole: forward, backward                 part: elements begin ... end - 1, in the order of memory
+    hidden      ->   part                                     whole
 
-Two kinds: the part of an fp32 master behind a half-precision parameter, which is memory of its own, and a part of an
-fp32 parameter, which is the parameter's own memory: there optimizer state alone is shared.
+Lists, `param_groups` and the keys of `optimizer.state` hold the same Python object all the time. As in
+`precision/parameter_pair.py`, torch exchanges the C++ tensors of two Python objects.
+
+Two kinds: a part of the fp32 master of a half-precision parameter, which is memory of its own, and a part of an fp32
+parameter, which is the parameter's own memory: then optimizer state alone is shared.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.placement import Part, flattened
-from lightning_hybrid.precision.master_weights import MasterPair, MasterWeights
+from lightning_hybrid.precision.parameter_pair import ParameterPair, raw_bits, cast_, is_rounded
+
+Span = tuple[int, int]
+"""Elements from begin to end."""
 
 
-class _Shard(MasterPair):
-    # The common part of both kinds.
+class ParameterShard:
+    """A parameter and the part of it that this rank updates; base of both kinds.
 
-    def __init__(self, low: Tensor, master: nn.Parameter, original_dtype: torch.dtype) -> None:
-        super().__init__(low=low, master=master, original_dtype=original_dtype)
-        self.spans: list[tuple[int, int]] = []  # by sharer, in the order of `Topology.sharers`
-        self.local_rank = 0
-        self._view: Tensor | None = None
+    Args:
+        name: the parameter's name, for errors.
+        parameter: shows the whole.
+        part: 1-D, with this rank's elements.
+        spans: the elements of each rank that shares the update, in the order of `Topology.sharers`.
+        rank: this rank's place among them.
+
+    Attributes:
+        whole: the whole tensor that forward reads, as a plain tensor in the parameter's memory.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, part: nn.Parameter, spans: list[Span], rank: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.spans = spans
+        self.rank = rank
+        self.whole: Tensor = parameter.detach()
+        self._hidden = part
+        # The address of the C++ tensor tells what is shown, also after an error between two statements.
+        self._part_address: int = part._cdata
 
     @property
     def part(self) -> Part:
         """The elements that this rank holds."""
-        begin, end = self.spans[self.local_rank]
-        return Part(numel=self.low.numel(), begin=begin, end=end)
+        begin, end = self.spans[self.rank]
+        return Part(numel=self.whole.numel(), begin=begin, end=end)
+
+    @property
+    def shows_part(self) -> bool:
+        """Whether the parameter shows this rank's part."""
+        return self.parameter._cdata == self._part_address
+
+    @property
+    def values(self) -> Tensor:
+        """The elements of this rank as the optimizer updates them: 1-D, in fp32."""
+        part = self.parameter if self.shows_part else self._hidden
+        return part.detach()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of `tensor`, which is as large as `low`: 1-D, a view where memory allows."""
-        begin, end = self.spans[self.local_rank]
-        if tensor is not self.low:
-            return flattened(tensor, self.low)[begin:end]
-        # One object for all steps: fused optimizers look at identities.
-        if self._view is None or self._view.data_ptr() != tensor.data_ptr() + begin * tensor.element_size():
-            self._view = flattened(tensor, tensor)[begin:end]
-        return self._view
+        """Return this rank's elements of a tensor of the whole's shape: 1-D, a view where memory allows."""
+        begin, end = self.spans[self.rank]
+        return flattened(tensor, self.whole)[begin:end]
+
+    def show_part(self) -> None:
+        """Let the parameter show this rank's part, with its part of the gradient."""
+        if self.shows_part:
+            return
+        gradient = self.parameter.grad
+        if self._hidden.requires_grad != self.parameter.requires_grad:
+            self._hidden.requires_grad_(self.parameter.requires_grad)
+        self._hidden.grad = None if gradient is None else self.part_of(gradient)
+        torch._C._swap_tensor_impl(self.parameter, self._hidden)
+
+    def show_whole(self) -> None:
+        """Let the parameter show the whole again, with the gradient that this has kept."""
+        if not self.shows_part:
+            return
+        # A second reference would keep the gradient's memory beyond `zero_grad`.
+        self.parameter.grad = None
+        torch._C._swap_tensor_impl(self.parameter, self._hidden)
+
+    def _follow_memory(self) -> None:
+        """Follow the parameter to other memory, which `p.data = ...` has given it.
+
+        Raises:
+            RuntimeError: that memory has another dtype, shape or layout.
+        """
+        parameter = self.parameter
+        whole = self.whole
+        if parameter.dtype is not whole.dtype or parameter.shape != whole.shape or parameter.stride() != whole.stride():
+            raise RuntimeError(
+                f"`{self.name}.data` was replaced by a tensor of shape {tuple(parameter.shape)}, strides "
+                f"{parameter.stride()} and dtype {parameter.dtype}. With `shard_update` this parameter keeps shape "
+                f"{tuple(whole.shape)}, strides {whole.stride()} and dtype {whole.dtype} during the fit, as each rank "
+                "updates a part of it, cut in the order of memory. Write into it with `p.copy_(value)` under "
+                "`torch.no_grad()`."
+            )
+        if parameter.data_ptr() != whole.data_ptr():
+            self.whole = parameter.detach()
+
+    def take_writes_(self) -> None:
+        """Let the part follow what user code wrote into the whole. The parameter shows the whole."""
+        raise NotImplementedError
 
 
-class MasterShard(_Shard):
+class MasterShard(ParameterShard):
     """A half-precision parameter, and a part of its fp32 master.
 
-    `collected`: the whole master in fp32, while the parts are brought together.
+    The parameter shows its half-precision copy for the whole fit, as no rank has the fp32 values of all elements.
+
+    Args:
+        pair: the parameter in both precisions, which no window opens and closes any more.
+        spans, rank: as in `ParameterShard`.
+
+    Attributes:
+        collected: the whole master in fp32, while the parts are brought together on this rank.
     """
 
-    def __init__(self, pair: MasterPair, spans: list[tuple[int, int]], local_rank: int) -> None:
-        super().__init__(low=pair.low, master=pair.master, original_dtype=pair.original_dtype)  # type: ignore[arg-type]
-        self.spans, self.local_rank = spans, local_rank
+    def __init__(self, pair: ParameterPair, spans: list[Span], rank: int) -> None:
+        cast_([pair])
+        begin, end = spans[rank]
+        values = flattened(pair.fp32, pair.fp32)[begin:end].clone()
+        part = nn.Parameter(values, requires_grad=pair.parameter.requires_grad)
+        part.grad_dtype = None  # LARS and LAMB take half-precision gradients
+        self._pair = pair
         self.collected: Tensor | None = None
-        pair.absorb_outside_writes_()
-        self.master = nn.Parameter(self.part_of(pair.master).clone(), requires_grad=pair.master.requires_grad)
-        self.master.grad_dtype = None  # an optimizer may be handed half gradients
-        if hasattr(self.low, "value"):
-            self.low.value = self  # tracked: copies and pickles ask here for the value
+        self._show_half()
+        super().__init__(pair.name, pair.parameter, part, spans, rank)
 
-    def whole(self) -> Tensor:
-        """Return the master where its parts were brought together, else the parameter in fp32: rounded."""
-        return self.low.detach().float() if self.collected is None else self.collected
+    def _show_half(self) -> None:
+        """Show the half-precision copy, and free the memory of the whole fp32 values."""
+        self._pair.open()
+        self._pair.fp32.data = torch.empty(0, device=self._pair.half.device)
+        # As in `ParameterPair.open`, whose methods would copy the memory that is freed.
+        vars(self._pair.parameter)["__deepcopy__"] = self._deepcopy
+        vars(self._pair.parameter)["__reduce_ex__"] = self._reduce_ex
+
+    def show_fp32(self, values: Tensor) -> None:
+        """Let the parameter show these fp32 values, of all elements; its gradient goes along."""
+        self._pair.fp32.data = values
+        self._pair.close()
+
+    def show_rounded(self) -> None:
+        """Let the parameter show the half-precision values in fp32, unless it shows fp32 values already."""
+        if self._pair.is_open:
+            self.show_fp32(self.whole.float())
+
+    @torch.no_grad()
+    def take_fp32_(self) -> None:
+        """Take this rank's part of the fp32 values that the parameter shows, and show the half-precision copy."""
+        values = self._pair.fp32.detach()
+        self.values.copy_(self.part_of(values))
+        self.whole.copy_(values)
+        self._show_half()
+
+    @torch.no_grad()
+    def take_writes_(self) -> None:
+        """Give the master the elements of the half-precision part that are not its own, rounded.
+
+            master <- where(half == half_dtype(master), master, half)
+
+        Elements that were not written keep all fp32 bits.
+        """
+        self._follow_memory()
+        half = self.part_of(self.whole)
+        master = self.values
+        if half.device.type == "cpu" and is_rounded(half, master):
+            return
+        # On other devices the host does not wait for the answer.
+        torch.where(raw_bits(master.to(half.dtype)) == raw_bits(half), master, half, out=master)
+
+    def fp32_values(self) -> Tensor:
+        """Return the whole master if it is collected, else the half-precision copy in fp32."""
+        if self.collected is not None:
+            return self.collected
+        # The parameter itself, if it can be: a late gather waits for its readers.
+        whole = self.whole if self.shows_part else self.parameter.detach()
+        return whole.float()
 
     @torch.no_grad()
     def load_(self, value: Tensor) -> None:
-        """Take this rank's elements of a state dict; one that has the rounded values of `whole` changes nothing."""
-        if not torch.equal(self.part_of(value).to(self.low.device), self.part_of(self.low).float()):
-            self.take_(value)
+        """Take this rank's part of a state dict's value, exactly; torch writes the rounded value into the copy.
+
+        The rounded value that a state dict of this fit holds changes nothing.
+        """
+        part = self.part_of(value).to(self.whole.device)
+        if not torch.equal(part, self.part_of(self.whole).float()):
+            self.values.copy_(part)
+
+    # ---- copies made during the fit --------------------------------------------------------------------------------
+
+    def _fp32_copy(self) -> nn.Parameter:
+        return nn.Parameter(self.fp32_values().clone(), requires_grad=self.parameter.requires_grad)
+
+    def _deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self.parameter) not in memo:
+            memo[id(self.parameter)] = self._fp32_copy()
+        return memo[id(self.parameter)]
+
+    def _reduce_ex(self, protocol: Any) -> Any:
+        return self._fp32_copy().__reduce_ex__(protocol)
 
 
-class WeightShard(_Shard):
-    """A parameter that keeps its dtype, and the part that this rank updates: a parameter in the same memory."""
+class WeightShard(ParameterShard):
+    """A parameter that keeps its dtype, and the part that this rank updates, in the same memory."""
 
-    def __init__(self, parameter: Tensor, spans: list[tuple[int, int]], local_rank: int) -> None:
-        super().__init__(low=parameter, master=nn.Parameter(parameter.new_empty(0)), original_dtype=parameter.dtype)
-        self.spans, self.local_rank = spans, local_rank
-        self.absorb_outside_writes_()
+    def __init__(self, name: str, parameter: nn.Parameter, spans: list[Span], rank: int) -> None:
+        begin, end = spans[rank]
+        view = flattened(parameter, parameter)[begin:end]
+        part = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        super().__init__(name, parameter, part, spans, rank)
 
-    def whole(self) -> Tensor:
-        """Return the parameter."""
-        return self.low.detach()
-
-    def take_(self, value: Tensor) -> None:
-        """Do nothing: the parameter itself takes it."""
-
-    def absorb_outside_writes_(self) -> None:
-        """Follow the parameter where `p.data = ...` has moved it; what was written, this part has."""
-        if self.master.data_ptr() != self.part_of(self.low).data_ptr() or self.master.numel() == 0:
-            self.master.data = self.part_of(self.low)
-
-    def mark_clean(self) -> None:
-        """Do nothing: there is one memory."""
+    def take_writes_(self) -> None:
+        """Follow the parameter to other memory; what was written, this part has."""
+        self._follow_memory()
+        view = self.part_of(self.whole)
+        if self.values.data_ptr() != view.data_ptr():
+            self._hidden.data = view
 
 
-class WeightShards(MasterWeights):
-    """The parts of a module's parameters where it has no masters."""
-
-    def __init__(self) -> None:
-        # Nothing is converted, so nothing else of the base is needed.
-        self.pairs = {}
-        self.gather_ = None
+@torch.no_grad()
+def write_wholes_(shards: Iterable[ParameterShard]) -> None:
+    """Round the masters' parts into the half-precision copies, in one pass over memory."""
+    parts_of_copies: list[Tensor] = []
+    values: list[Tensor] = []
+    for shard in shards:
+        if isinstance(shard, MasterShard):  # the part of a `WeightShard` is memory of the whole
+            parts_of_copies.append(shard.part_of(shard.whole))
+            values.append(shard.values)
+    if values:
+        torch._foreach_copy_(parts_of_copies, values)

@@ -3,138 +3,184 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import HookState
-from lightning_hybrid.lightning_names import is_overridden
 from lightning_hybrid.placement import BLOCK, has_gaps, is_split, spans, with_entries
-from lightning_hybrid.precision.averaging import masters_of
-from lightning_hybrid.precision.master_step import MasterStep
-from lightning_hybrid.precision.master_weights import MasterPair
-from lightning_hybrid.precision.optimizer_protocol import (
-    DirectSteps,
-    grads_are_observed,
-    parameters_of,
-    supports_fused_master_step,
-    temporary_attributes,
-)
+from lightning_hybrid.precision.gradient_observers import grads_are_observed
+from lightning_hybrid.precision.optimizer_protocol import parameters_of, temporary_attributes
+from lightning_hybrid.precision.window import HalfPrecisionWindow
 from lightning_hybrid.strategy.extension import RunningFit
+from lightning_hybrid.strategy.shard_update.direct_steps import DirectSteps
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
 from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
-from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, WeightShard, WeightShards
+from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
+from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
+from lightning_hybrid.strategy.shard_update.whole_averages import averaging_whole_values
 
 
 class ShardedFit:
-    """The parts of one fit: which elements of which parameters this rank updates, and the exchanges with the others.
+    """The parts of one fit: the elements of each parameter that this rank updates, and the exchanges with other ranks.
 
-    Parameters of fewer blocks than the ranks of a node (`placement.is_split`), where all ranks share of one block, and
+    Parameters of fewer blocks than the ranks of a node (`placement.is_split`), if all ranks share of one block, and
     those with gaps in memory stay whole on all ranks.
-    Who has which part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
+    The owner of a part follows from order and sizes of the parameters in the optimizers, and not from DDP's buckets.
+
+    With half precision the parameters that are cut leave the window: they show their half-precision copies for the
+    whole fit, and each rank keeps the fp32 values of its part, the master. What user code writes into a copy is found
+    by comparing this rank's part with the master, before each use of either.
 
     Args:
-        fit: its optimizers get `parts` and `add_up_`, where they know these.
-        is_late: whether the gather of weights goes on in the next forward.
+        fit: its optimizers get `parts` and `add_up_`, if they have these attributes.
+        is_late: whether the gather of weights continues during the next forward.
     """
 
     def __init__(self, fit: RunningFit, *, is_late: bool) -> None:
-        masters, engine = masters_of(fit.module), fit.engine
-        self.exchange = ShardExchange(engine)
-        self._late = LateGather(engine.trace) if is_late else None
-        self.weights = WeightShards() if masters is None else masters
-        self.has_masters = masters is not None
-        self._optimizers, self._device = list(fit.optimizers), fit.device
-        self._cut_parameters()
-        self.weights.gather_, self.weights.largest = self._gather_, self._largest_gradient
+        self.exchange = ShardExchange(fit.engine)
         self.scatter: GradientScatter | None = None
+        self.shards: dict[int, ParameterShard] = {}
+        self._optimizers = list(fit.optimizers)
+        self._precision = fit.precision
+        self._window: HalfPrecisionWindow | None = getattr(fit.precision, "window", None)
+        self._late = LateGather(fit.engine.trace) if is_late else None
+        self._is_updating = False
+        self._are_whole = False
         self._lent = ExitStack()
-        for optimizer in self._optimizers:
-            for parameter in parameters_of(optimizer):
-                pair = self.part_pair_of(parameter)
-                if pair is not None and parameter in optimizer.state:  # made by the constructor
-                    optimizer.state[parameter] = cut(optimizer.state[parameter], pair)
-            if hasattr(optimizer, "parts"):
-                pairs = [pair for pair in self.weights.of(optimizer) if isinstance(pair, MasterShard | WeightShard)]
-                # Slices of layers too, which ranks of all nodes hold.
-                num = 1 if self.exchange.is_in_node else engine.topology.num_nodes
-                given = {key: replace(part, num_holders=num) for key, part in (optimizer.parts or {}).items()}
-                parts = {**given, **{pair.master: pair.part for pair in pairs}}
-                self._lent.enter_context(temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_))
-        self._direct_steps: list[DirectSteps] = []
-        self._step: MasterStep | None = None
-        if masters is None:
-            self._step = step = MasterStep(self.weights, fit.device)
-            for optimizer in self._optimizers:
-                self._direct_steps.append(DirectSteps(optimizer, self._called_by_user, lambda: step.is_running))
+
+        self._cut_parameters(fit.module)
+        self._cut_optimizer_state()
+        self._lend_parts(num_holders=1 if self.exchange.is_in_node else fit.engine.topology.num_nodes)
+        self._add_hooks(fit.module)
         if self._late is not None:
             self._lent.enter_context(self._late)
 
-    def _cut_parameters(self) -> None:
+    @property
+    def is_half(self) -> bool:
+        """Whether the precision plugin runs the updates, on parts of masters."""
+        return self._window is not None
+
+    # ---- cutting ---------------------------------------------------------------------------------------------------
+
+    def _cut_parameters(self, module: nn.Module) -> None:
         rank, num_parts = self.exchange.place
-        found = dict.fromkeys(parameter for one in self._optimizers for parameter in parameters_of(one))
-        # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of.
-        same = [p for p in found if not getattr(p, "_ddp_ignored", False) and not p.is_meta]  # meta: of other stages
+        parameters = list(self._parameters_to_cut(num_parts))
+        spans_of_parameters = spans_by_rank([parameter.numel() for parameter in parameters], num_parts)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for parameter, own_spans in zip(parameters, spans_of_parameters, strict=True):
+            key = id(parameter)
+            if self._window is None:
+                self.shards[key] = WeightShard(names.get(key, "parameter"), parameter, own_spans, rank)
+            else:
+                self.shards[key] = MasterShard(self._window.pairs.pop(key), own_spans, rank)
+
+    def _parameters_to_cut(self, num_parts: int) -> Iterator[nn.Parameter]:
         # Of the world most tensors have fewer blocks than it has ranks: then some ranks have no part of them.
         num_least = num_parts if self.exchange.is_in_node else 2
-        large = [p for p in same if is_split(p.numel(), num_least, BLOCK) and not has_gaps(p)]
-        owned = [p for p in large if not self.has_masters or self.weights.pair_of(p) is not None]
-        for parameter, own in zip(owned, spans_by_rank([p.numel() for p in owned], num_parts), strict=True):
-            pair = self.weights.pair_of(parameter)
-            if pair is not None:
-                self.weights.pairs[id(parameter)] = MasterShard(pair, own, rank)
-            else:
-                self.weights.pairs[id(parameter)] = WeightShard(parameter, own, rank)
+        seen: set[int] = set()
+        for optimizer in self._optimizers:
+            for parameter in parameters_of(optimizer):
+                # What DDP ignores, as slices of layers, differs between ranks: there is no whole to have parts of. On
+                # the meta device are parameters of other stages.
+                is_common = not getattr(parameter, "_ddp_ignored", False) and not parameter.is_meta
+                is_large = is_split(parameter.numel(), num_least, BLOCK) and not has_gaps(parameter)
+                has_master = self._window is None or self._window.pair_of(parameter) is not None
+                if id(parameter) not in seen and is_common and is_large and has_master:
+                    assert isinstance(parameter, nn.Parameter)
+                    seen.add(id(parameter))
+                    yield parameter
 
-    def _gather_(self, pairs: list[MasterPair], tensors: list[Tensor]) -> None:
-        late = self._late
-        if late is not None:
-            late.wait()  # for what no forward has read
-        is_of_weights = all(tensor is pair.low for pair, tensor in zip(pairs, tensors, strict=True))
-        self.exchange.gather_(pairs, tensors, late=late if is_of_weights else None)
-        for pair in pairs if is_of_weights and late is None else ():
-            pair.mark_clean()
+    def _cut_optimizer_state(self) -> None:
+        # Some constructors make state.
+        for optimizer in self._optimizers:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in self.shards and parameter in optimizer.state:
+                    optimizer.state[parameter] = cut(optimizer.state[parameter], self.shard_of(parameter))
+
+    def _lend_parts(self, *, num_holders: int) -> None:
+        for optimizer in self._optimizers:
+            if not hasattr(optimizer, "parts"):
+                continue
+            parts = {}
+            # Slices of layers too, which ranks of all nodes hold.
+            for parameter, part in (optimizer.parts or {}).items():
+                parts[parameter] = replace(part, num_holders=num_holders)
+            for shard in self._shards_of(optimizer):
+                parts[shard.parameter] = shard.part
+            attributes = temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_)
+            self._lent.enter_context(attributes)
+
+    def _add_hooks(self, module: Any) -> None:
+        for optimizer in self._optimizers:
+            before = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+            after = optimizer.register_load_state_dict_post_hook(self._after_loading)
+            self._lent.callback(before.remove)
+            self._lent.callback(after.remove)
+        if self._window is None:
+            steps = DirectSteps(self._optimizers, self.updating, is_ignored=lambda: self._is_updating)
+            self._lent.callback(steps.remove)
+            return
+        self._precision.update_context = self.updating
+        self._precision.largest_of_parts = self._largest_gradient
+        self._window.before_open.append(self._before_open)
+        self._lent.callback(self._leave_precision)
+        hooks = StateDictHooks(module, {id(shard.parameter): shard for shard in self._master_shards})
+        self._lent.callback(hooks.remove)
+        self._lent.enter_context(averaging_whole_values(module.trainer.callbacks, self.whole_values))
+
+    def _leave_precision(self) -> None:
+        self._precision.update_context = nullcontext
+        self._precision.largest_of_parts = None
+        if self._window is not None and self._before_open in self._window.before_open:
+            self._window.before_open.remove(self._before_open)
+
+    def shard_of(self, parameter: Tensor) -> ParameterShard | None:
+        """Return the shard of a parameter that is cut into parts; None for others."""
+        return self.shards.get(id(parameter))
+
+    def _shards_of(self, optimizer: Optimizer) -> list[ParameterShard]:
+        keys = [id(parameter) for parameter in parameters_of(optimizer)]
+        return [self.shards[key] for key in keys if key in self.shards]
+
+    @property
+    def _master_shards(self) -> list[MasterShard]:
+        return [shard for shard in self.shards.values() if isinstance(shard, MasterShard)]
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
 
     def _largest_gradient(self, parameters: Iterable[Tensor]) -> Tensor:
-        # Gradients of others' parts may be this rank's own.
-        each = ((one.grad, self.part_pair_of(one)) for one in parameters if one.grad is not None)
-        return self.exchange.largest([grad if pair is None else pair.part_of(grad) for grad, pair in each])
-
-    def part_pair_of(self, parameter: Tensor) -> MasterShard | WeightShard | None:
-        """Return the pair of a parameter that is cut into parts; None for others."""
-        pair = self.weights.pair_of(parameter)
-        return pair if isinstance(pair, MasterShard | WeightShard) else None
+        scaled = self._precision.gradients.scaled
+        gradients = []
+        for parameter in parameters:
+            gradient = scaled.get(id(parameter), parameter.grad)
+            if gradient is None:
+                continue
+            # Gradients of others' parts may be this rank's alone.
+            shard = self.shard_of(parameter)
+            gradients.append(gradient if shard is None else shard.part_of(gradient))
+        return self.exchange.largest(gradients)
 
     def scatter_gradients(self, state: HookState, *, is_possible: bool) -> None:
         """Let buckets be averaged for their owners alone, in steps in which nothing looks at gradients."""
         engine = state.engine
         assert engine is not None
         is_plain = state.comm_dtype is None and isinstance(engine.dtype_across_nodes, torch.dtype | None)
-        self.scatter = GradientScatter(engine, self.part_pair_of, is_possible=is_possible and is_plain)
+        self.scatter = GradientScatter(engine, self.shard_of, is_possible=is_possible and is_plain)
         state.scatter = self.scatter
 
     def is_unobserved(self, module: Any) -> bool:
         """Return whether nothing but the update looks at gradients, which then is right on parts of them."""
-        # Beyond what is promised unscaled gradients: hooks that find those of `backward`. After the step the module's
-        # alone: among callbacks every progress bar has that one.
-        hooks = ("on_after_backward", "optimizer_step", "on_train_batch_end")
-        if not module.automatic_optimization or any(
-            is_overridden(hook, module, "pytorch.LightningModule") for hook in hooks
-        ):
-            return False
-        callbacks = module.trainer.callbacks
-        if any(is_overridden("on_after_backward", one, "pytorch.callbacks.Callback") for one in callbacks):
-            return False
-        return not any(
-            grads_are_observed(one, module) or (self.has_masters and not supports_fused_master_step(one, self._device))
-            for one in self._optimizers
-        )
+        if self.is_half:
+            is_unobserved: bool = self._precision.steps_on_scaled(module)
+            return is_unobserved
+        return module.automatic_optimization and not grads_are_observed(self._optimizers, module)
 
     def refuse_late_observers(self, module: Any) -> None:
         """Check before a step that nothing looks at gradients now that were averaged for their owners alone.
@@ -149,96 +195,165 @@ class ShardedFit:
                 "Register it before training starts, or between two batches."
             )
 
-    @property
-    def placement(self) -> dict[str, Any]:
-        """The fields of `RunStatus` that say what this rank has of each parameter."""
-        pairs = {key: pair for key, pair in self.weights.pairs.items() if isinstance(pair, MasterShard | WeightShard)}
-        parts = {key: pair.part for key, pair in pairs.items()}
-        return {"parts": parts, "place_in_node": self.exchange.place, "update_context": self.parts_with_gradients}
+    # ---- update ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def parts_with_gradients(self, optimizer: Optimizer) -> Iterator[None]:
-        """Put what this rank updates into the optimizer, to be looked at."""
-        pairs = self.weights.of(optimizer)
-        for pair in pairs:
-            pair.master.grad = None if pair.low.grad is None else pair.part_of(pair.low.grad)
+    def updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the parameters show this rank's parts for one step, and gather the new weights. Collective."""
+        shards = self._shards_of(optimizer)
+        self._is_updating = True
         try:
-            with self.weights.swapped_in(optimizer):
+            with self.parts_shown(optimizer):
                 yield
         finally:
-            for pair in pairs:
-                pair.master.grad = None
+            self._is_updating = False
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            write_wholes_(shards)
+            self.exchange.gather_(shards, [shard.whole for shard in shards], late=self._late)
+
+    @contextmanager
+    def parts_shown(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the parameters of an optimizer show this rank's parts, with their gradients."""
+        shards = self._shards_of(optimizer)
+        self._wait()
+        self._take_writes(shards)
+        # Autocast keeps references to parameters that forbid an exchange.
+        torch.clear_autocast_cache()
+        try:
+            for shard in shards:
+                shard.show_part()
+            yield
+        finally:
+            for shard in shards:
+                shard.show_whole()
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step on the parts of parameters without masters, and gather the parameters."""
-        assert self._step is not None
-        with self._step.on_masters(optimizer):
+        """Step on the parts of parameters without masters, and gather the parameters. Collective."""
+        with self.updating(optimizer):
             optimizer.step(**kwargs)
 
-    def _called_by_user(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        assert self._step is not None
-        return self._step.on_masters(optimizer)
+    def _wait(self) -> None:
+        if self._late is not None:
+            self._late.wait()
+
+    def _take_writes(self, shards: Iterable[ParameterShard]) -> None:
+        # A late gather brings other ranks' parts only: this rank's can be read while it is under way.
+        with torch._C.DisableTorchFunction():
+            for shard in shards:
+                shard.take_writes_()
+
+    def _before_open(self) -> None:
+        self._show_wholes()
+        self._take_writes(self.shards.values())
+
+    def _show_wholes(self) -> None:
+        # A step of an optimizer that raised an error may have left parts.
+        with torch._C.DisableTorchFunction():
+            for shard in self.shards.values():
+                shard.show_whole()
 
     @property
-    def master_parts(self) -> list[MasterShard]:
-        """The masters of which this rank has a part."""
-        return [pair for pair in self.weights.pairs.values() if isinstance(pair, MasterShard)]
+    def placement(self) -> dict[str, Any]:
+        """The fields of `RunStatus` about this rank's part of each parameter."""
+        with torch._C.DisableTorchFunction():  # nothing here waits for weights that are under way
+            master_parts = {id(shard.parameter): shard.values for shard in self._master_shards}
+        return {
+            "parts": {key: shard.part for key, shard in self.shards.items()},
+            "master_parts": master_parts,
+            "place_in_node": self.exchange.place,
+            "update_context": self.parts_shown,
+        }
 
-    def collect_masters(self, *, everywhere: bool = False) -> None:
-        """Bring the masters together until `drop_masters`: on rank zero, or everywhere. Collective."""
-        pairs = self.master_parts
-        for pair in pairs:
-            pair.absorb_outside_writes_()
-        if everywhere:
-            values = [torch.empty_like(pair.low, dtype=torch.float32) for pair in pairs]
-            for pair, value in zip(pairs, values, strict=True):
-                pair.part_of(value).copy_(pair.master.detach())
-                pair.collected = value
-            self.exchange.gather_(pairs, values)
-            return
-        wholes = self.exchange.collect(pairs, [pair.master.detach() for pair in pairs])
-        for index, pair in enumerate(pairs):
-            # On others nothing is saved, and no memory is to be spent on it.
-            pair.collected = pair.low.detach() if wholes is None else wholes[index]
+    # ---- whole values ----------------------------------------------------------------------------------------------
+
+    def collect_masters(self) -> None:
+        """Bring the masters together on rank zero, until `drop_masters`. Collective."""
+        shards = self._master_shards
+        self._wait()
+        self._take_writes(shards)
+        wholes = self.exchange.collect(shards, [shard.values for shard in shards])
+        for index, shard in enumerate(shards):
+            # The other ranks save nothing, and spend no memory on it.
+            shard.collected = shard.whole if wholes is None else wholes[index]
 
     def drop_masters(self) -> None:
         """Forget what `collect_masters` has brought."""
-        for pair in self.master_parts:
-            pair.collected = None
+        for shard in self._master_shards:
+            shard.collected = None
+
+    @contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """Let the parameters show whole fp32 values, and take over what is written into them. Collective."""
+        if self._are_whole or self._window is None:
+            yield
+            return
+        with self._window.shut():
+            self._show_whole_values()
+            self._are_whole = True
+            try:
+                yield
+            finally:
+                self._are_whole = False
+                for shard in self._master_shards:
+                    shard.take_fp32_()
+
+    def _show_whole_values(self) -> None:
+        shards = self._master_shards
+        self._wait()
+        self._take_writes(shards)
+        values = [torch.empty_like(shard.whole, dtype=torch.float32) for shard in shards]
+        for shard, value in zip(shards, values, strict=True):
+            shard.part_of(value).copy_(shard.values)
+        self.exchange.gather_(shards, values)
+        for shard, value in zip(shards, values, strict=True):
+            shard.show_fp32(value)
+
+    # ---- optimizer state -------------------------------------------------------------------------------------------
 
     def state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of `optimizer` with whole tensors, on rank zero. Collective."""
-        return collected_state_dict(state, optimizer, self.part_pair_of, self.exchange)
+        return collected_state_dict(state, optimizer, self.shard_of, self.exchange)
 
-    @contextmanager
-    def loading(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield this rank's parts of a whole state dict; parts without masters stand in the optimizer meanwhile."""
-        parts = with_entries(state, optimizer, lambda parameter, entry: cut(entry, self.part_pair_of(parameter)))
-        with nullcontext() if self.has_masters else self.weights.swapped_in(optimizer):
-            yield parts
+    def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of a whole state dict, and show them: torch casts state to what a parameter is."""
+        self._wait()
+        for shard in self._shards_of(optimizer):
+            shard.show_part()
+        return with_entries(state, optimizer, lambda parameter, entry: cut(entry, self.shard_of(parameter)))
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        for shard in self._shards_of(optimizer):
+            shard.show_whole()
+
+    # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, *, is_whole: bool) -> None:
-        """Give the optimizers back what was taken; with `is_whole` masters and state are whole. Collective then."""
-        try:
-            if is_whole:
-                if self._late is not None:
-                    self._late.wait()
-                self._make_whole()
-        finally:
-            self.weights.gather_ = None
-            for steps in self._direct_steps:
-                steps.remove()
-            self._lent.close()
+        """Give back what was taken from optimizers and window.
 
-    def _make_whole(self) -> None:
-        # State on rank zero alone, where `trainer.save_checkpoint` may still write it.
-        self.collect_masters(everywhere=True)
+        Args:
+            is_whole: whether masters and optimizer state become whole, which is collective. Else the module gets the
+                weights that this rank has, rounded.
+        """
+        try:
+            self._show_wholes()
+            if is_whole:
+                self._wait()
+                self._make_state_whole()
+                self._show_whole_values()
+        finally:
+            self._lent.close()
+            for shard in self._master_shards:
+                shard.show_rounded()
+
+    def _make_state_whole(self) -> None:
+        # On rank zero alone, where `trainer.save_checkpoint` may still write it.
         for optimizer in self._optimizers:
             whole = self.state_dict(optimizer, optimizer.state_dict())
-            if self.exchange.is_first:
-                for parameter, entry in zip(parameters_of(optimizer), _entries(whole), strict=True):
-                    if self.part_pair_of(parameter) is not None and entry:
-                        optimizer.state[parameter] = entry
+            if not self.exchange.is_first:
+                continue
+            for parameter, entry in zip(parameters_of(optimizer), _entries(whole), strict=True):
+                if self.shard_of(parameter) is not None and entry:
+                    optimizer.state[parameter] = entry
 
 
 def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int, int]]]:

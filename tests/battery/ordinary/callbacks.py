@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import callbacks
 from torch import nn, optim
 
-from tests.battery.case import HALF, Row, row
+from tests.battery.case import Row, row
 from tests.toy import NUM_CLASSES, NUM_FEATURES
 
 ONES = torch.ones(2, NUM_FEATURES)
@@ -90,9 +90,7 @@ ROWS = {
     ),
     "Averages": shipped(callbacks.WeightAveraging),
     # The weights go back to their first values after each pruning. On a CPU in fp32 they do so once: from then on
-    # Lightning's copy of the first values is the weights' own memory. Half-precision weights have memory of their own,
-    # as all have on a GPU.
-    "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8, different=dict.fromkeys(HALF, "rank")),
+    "PrunesLottery": row(configure_callbacks=pruning, epochs=4, falls_to=0.8),
     "FreezesLater": called(on_train_epoch_start=freeze_late, attributes={"find_unused": True}),
     "AccumulationChanges": shipped(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 3: 4}), epochs=4),
     "LooksAfterBackward": called(on_after_backward=look_after_backward),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric, SumMetric
 
-from tests.battery.case import HALF, HALF_SHOWS, Row, row
+from tests.battery.case import HALF_SHOWS, Row, row
 from tests.battery.ordinary.models import values
 
 
@@ -121,8 +121,6 @@ ROWS = {
 
 
 class AveragedInside(Row):
-    refused = HALF_SHOWS
-
     def build(self):
         super().build()
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
@@ -135,7 +133,6 @@ class SmallWrites(Row):
     """A weight that the user moves by hand, by less than half precision can say at a time."""
 
     adds = values(extra=lambda: torch.ones(4))
-    different = dict.fromkeys(HALF, "extra is 1.0, not 0.9976")  # written through half
 
     def loss(self, batch):
         return super().loss(batch) + 0 * self.extra.sum()

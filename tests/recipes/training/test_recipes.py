@@ -66,7 +66,7 @@ def test_every_recipe_trains(two_ranks, recipe):
     assert one["moved"] == {True}
     assert one["finite"]
     assert one["steps"] == 2
-    assert one["looks"] == [({torch.float16}, {torch.float32}, {True})] * 2
+    assert one["looks"] == [({torch.float32}, {torch.float32}, {True})] * 2
     (momentum,) = one["momenta"]
     assert momentum == pytest.approx(1 - 0.9**0.5)  # two batches forget as much as one with 0.1
 

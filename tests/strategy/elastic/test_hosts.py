@@ -28,6 +28,16 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again_to_the_bit(tmp_
     assert is_exact(found), found
 
 
+def test_the_first_step_of_a_view_has_the_bits_of_any_other_step(tmp_path: Path) -> None:
+    """Its gradients are averaged apart from DDP's buckets: with half precision in half, scaled, as in these."""
+    warm_context()
+    options = OPTIONS | {"silent_s": 2.0, "val_s": 0.02}
+    in_one_view = recovery.reference(options, tmp_path / "one", [(0, 6, 2)])
+    in_two_views = recovery.reference(options, tmp_path / "two", [(0, 3, 2), (3, 6, 2)])
+    assert sorted(in_one_view) == list(range(6))
+    assert in_two_views == in_one_view
+
+
 def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path) -> None:
     warm_context()
     run = recovery.Hosts(

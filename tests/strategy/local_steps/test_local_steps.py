@@ -182,7 +182,7 @@ def test_a_layerwise_optimizer_with_accumulation_agrees_after_a_mean(four_ranks)
 
 
 def test_steps_before_the_local_ones_are_those_of_a_synchronous_run_bit_for_bit(four_ranks):
-    """Gradients, running statistics and masters; then pairs of steps on each node."""
+    """Gradients, running statistics and weights; then pairs of steps on each node."""
     scene = {"ranks_per_node": 2, "precision": "16-true"}
     whole, ranks = local(four_ranks, 1, **scene), local(four_ranks, 2, {"from_step": 2}, **scene)
     for pair in zip(whole, ranks, strict=True):

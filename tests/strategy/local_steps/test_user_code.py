@@ -100,6 +100,28 @@ class ByHand(toy.Toy):
         optimizer.step()
 
 
+class Manual(toy.Toy):
+    """The same steps by hand, of the optimizer that Lightning wraps."""
+
+    def __init__(self):
+        super().__init__(lr=0.05)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_manual_loop_in_half_precision_averages_fp32_weights(two_ranks):
+    """Its optimizer steps inside of `training_step`, where parameters show their half-precision copies."""
+    scene = {"options": {"every": 2}, "precision": "16-true", "loss_scale": 1024}
+    automatic, manual = (fit(two_ranks, module, **scene) for module in (LOW_RATE, Manual))
+    for one, other in zip(automatic, manual, strict=True):
+        assert same(one.weights, other.weights)
+
+
 def test_steps_that_lightning_does_not_count_are_warned_of(two_ranks):
     seen, _ = fit(two_ranks, ByHand, {"every": 2}, max_epochs=1, warns=True)
     assert sum("which is still 0 after 2 batches" in text for text in seen.warnings) == 1

@@ -205,6 +205,33 @@ def test_rank_zero_can_run_the_module_in_its_hooks_at_the_end_of_validation(two_
         assert len(other.looks["on_train_end"][0]) == (0 if rank else 3 * 2)
 
 
+class NotesDtypes(Module):
+    """Notes dtype and shape of a weight in each validation step, and in a hook after it."""
+
+    def __init__(self):
+        super().__init__(lars)
+        self.noted = []
+
+    def validation_step(self, batch, batch_idx):
+        self.note()
+        return super().validation_step(batch, batch_idx)
+
+    def note(self):
+        self.noted.append((self.net.fc6.weight.dtype, tuple(self.net.fc6.weight.shape)))
+
+    on_validation_epoch_end = note
+
+
+def noted(trainer, module):
+    return module.noted
+
+
+def test_validation_in_half_precision_computes_with_whole_half_weights_and_hooks_see_whole_fp32_ones(two_ranks):
+    scene = {"num": 2, "val": partial(loader, 1), "callbacks": [at(on_train_end=noted)]}
+    for seen in fit(two_ranks, lars, "16-true", module=NotesDtypes, **scene):
+        assert seen.looks["on_train_end"] == [[(torch.float16, (16, 10)), (torch.float32, (16, 10))]]
+
+
 class Drops(Module):
     """Which features of fc6 dropout leaves, in each step; and a number of the stream behind the pair."""
 

@@ -1,5 +1,7 @@
 """Callbacks where the ranks of a node share the update: averages, the check of replicas, metrics, outside writes."""
 
+import copy
+import pickle
 from functools import partial
 
 import lightning.pytorch as pl
@@ -8,7 +10,7 @@ import torch
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from tests.scenes import Saves, at, same, this_rank
-from tests.strategy.shard_update.shared import assert_same, batches, fit, sgd, weights_of
+from tests.strategy.shard_update.shared import Sizes, assert_same, batches, fit, sgd, weights_of
 
 LONG = pytest.mark.long
 
@@ -33,7 +35,7 @@ def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
     if batch_idx == 0 and this_rank() == rank:
         weight = module.weights[6]
         if what == "master":
-            trainer.precision_plugin.masters.pair_of(weight).master[7] *= 1 + 2**-20
+            trainer.strategy.run_status.master_parts[id(weight)][7] *= 1 + 2**-20
         if what == "momentum":
             trainer.optimizers[0].state[weight]["momentum_buffer"][7] += 1.0
 
@@ -41,7 +43,7 @@ def spoil(rank, what, trainer, module, outputs, batch, batch_idx):
 @pytest.mark.parametrize(
     ("what", "precision", "kind"),
     [
-        ("master", "16-true", "the fp32 master"),
+        ("master", "16-true", "the fp32 values of"),
         ("momentum", "32-true", "`momentum_buffer` of the optimizer for"),
         ("", "16-true", ""),
     ],
@@ -60,18 +62,167 @@ def test_the_check_of_replicas_compares_parts_with_those_of_other_nodes(four_ran
         assert "is not that of rank 1 (host " in error
 
 
+def write_data(module):
+    # Values that half precision holds: elsewhere a rank has no fp32 values of others' parts that could be halved.
+    weight = module.weights[-2]
+    weight.data.copy_(weight.detach().to(torch.float16) * 0.5)
+
+
 @torch.no_grad()
-def write(trainer, module, outputs, batch, batch_idx):
-    """What user code does to weights: clamps, a write through `.data`, a state dict put back, one of a part loaded."""
-    if batch_idx == 0:
-        module.weights[6].clamp_(-0.125, 0.125)
-        module.weights[-2].data.mul_(0.5)
+def copy_in_place(module):
+    weight = module.weights[4]
+    weight.copy_(torch.linspace(4, 8, 64).half().repeat(len(weight) // 64 + 1)[: len(weight)])
+
+
+@torch.no_grad()
+def clamp(module):
+    module.weights[6].clamp_(2.0, 4.0)
+
+
+def load_exact_values(module):
+    module.load_state_dict({"weights.5": torch.linspace(0, 1, module.weights[5].numel())}, strict=False)
+
+
+def load_its_own_state_dict(module):
+    module.load_state_dict(module.state_dict())
+
+
+def write_and_save(do, path, trainer, module, outputs, batch, batch_idx):
     if batch_idx == 1:
-        module.load_state_dict(module.state_dict())
-    if batch_idx == 2:
-        module.load_state_dict({"weights.5": torch.linspace(0, 1, module.weights[5].numel())}, strict=False)
+        do(module)
+        trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "scope"),
+    [
+        ("16-true", {"shard_update": "node"}),
+        ("16-true", {"shard_update": "world", "ranks_per_node": 1}),
+        pytest.param("32-true", {"shard_update": "node"}, marks=LONG),
+    ],
+)
+@pytest.mark.parametrize("do", [write_data, copy_in_place, clamp, load_exact_values, load_its_own_state_dict])
+def test_a_write_between_steps_is_in_the_next_checkpoint_and_in_the_next_step(
+    two_ranks, do, precision, scope, tmp_path
+):
+    paths = {setting: tmp_path / f"{setting}.ckpt" for setting in ("off", scope["shard_update"])}
+    files = []
+    weights = []
+    for setting, path in paths.items():
+        callbacks = [at(on_train_batch_end=partial(write_and_save, do, path), on_train_batch_start=weights_of)]
+        options = {**scope, "shard_update": setting, "callbacks": callbacks, "num": 3}
+        runs = fit(two_ranks, sgd, precision, **options)
+        files.append(torch.load(path, weights_only=True)["state_dict"])
+        weights.append([(seen.weights, seen.looks["on_train_batch_start"]) for seen in runs])
+    assert same(*files)
+    assert same(*weights)
+
+
+def load_momentum(trainer, module, outputs, batch, batch_idx):
+    """A callback's: the optimizer's own state, and whole tensors as a file has them."""
+    optimizer = trainer.optimizers[0]
+    if batch_idx == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+    if batch_idx == 1:
+        state = optimizer.state_dict()
+        for index, parameter in enumerate(module.parameters()):
+            state["state"][index]["momentum_buffer"] = torch.linspace(0, 1, parameter.numel()).view(parameter.shape)
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("precision", ["16-true", pytest.param("32-true", marks=LONG)])
-def test_writes_to_weights_reach_the_parts(two_ranks, precision):
-    assert_same(two_ranks, sgd, precision, callbacks=[at(on_train_batch_end=write)])
+def test_optimizer_state_that_a_callback_loads_stays_in_fp32(two_ranks, precision):
+    assert_same(two_ranks, sgd, precision, callbacks=[at(on_train_batch_end=load_momentum)])
+
+
+def swa():
+    return pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict but in the checkpoint")
+@pytest.mark.long
+def test_stochastic_weight_averaging_averages_whole_masters(two_ranks):
+    scene = {"num": 2, "max_epochs": 3, "callbacks": [swa]}
+    whole, shared = (fit(two_ranks, sgd, "16-true", setting, **scene) for setting in ("off", "node"))
+    assert same([seen.weights for seen in whole], [seen.weights for seen in shared])
+
+
+def call_in_a_hook(trainer, module, outputs, batch, batch_idx):
+    """A callback's call of the module, in the context of a step."""
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        return module.training_step(batch, batch_idx).float()
+
+
+@pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
+def test_a_call_between_steps_in_the_context_of_one_gives_the_same(two_ranks, scope):
+    calls = []
+    for setting in ("off", scope["shard_update"]):
+        callbacks = [at(on_train_batch_end=call_in_a_hook)]
+        runs = fit(two_ranks, sgd, "16-true", **{**scope, "shard_update": setting}, num=2, callbacks=callbacks)
+        calls.append([seen.looks for seen in runs])
+    assert same(*calls)
+
+
+class StepsBySelf(Sizes):
+    """A manual loop that steps torch's optimizer past Lightning, with a closure in every other step."""
+
+    def __init__(self, *args, has_closures=True, **options):
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+        self.has_closures = has_closures
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = Sizes.training_step(self, batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if batch_idx % 2 and self.has_closures:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scope", [{"shard_update": "node"}, {"shard_update": "world", "ranks_per_node": 1}])
+def test_a_step_past_lightning_runs_on_the_parts(two_ranks, scope):
+    assert_same(two_ranks, sgd, "16-true", module=partial(StepsBySelf, sgd), **scope)
+
+
+def test_a_step_past_lightning_runs_on_the_parts_of_fp32_parameters(two_ranks):
+    assert_same(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd, has_closures=False))
+    for seen in fit(two_ranks, sgd, "32-true", module=partial(StepsBySelf, sgd), raises=True):
+        assert seen.error.startswith("RuntimeError: `closure` of SGD.step must go through Lightning's optimizer")
+
+
+def copies(trainer, module, *args):
+    """What copies and state dicts of the module have in the midst of a fit."""
+    copied = copy.deepcopy(module.weights)
+    pickled = pickle.loads(pickle.dumps(module.weights))
+    state = list(module.weights.state_dict().values())
+    return [[one.detach().half() for one in values] for values in (copied, pickled, state)], {
+        one.dtype for values in (copied, pickled, state) for one in values
+    }
+
+
+def test_copies_and_state_dicts_are_in_fp32(two_ranks):
+    off, node = (
+        fit(two_ranks, sgd, "16-true", setting, num=2, callbacks=[at(on_train_batch_end=copies)])
+        for setting in ("off", "node")
+    )
+    for whole, shared in zip(off, node, strict=True):
+        assert same(whole.looks, shared.looks)
+        assert all(dtypes == {torch.float32} for _, dtypes in shared.looks["on_train_batch_end"])
+
+
+def replace_data(trainer, module, outputs, batch, batch_idx):
+    module.weights[6].data = module.weights[6].detach().float()
+
+
+def test_memory_of_another_dtype_is_refused_by_name(two_ranks):
+    callbacks = [at(on_train_batch_end=replace_data)]
+    for seen in fit(two_ranks, sgd, "16-true", num=2, callbacks=callbacks, raises=True):
+        assert seen.error.startswith("RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)")

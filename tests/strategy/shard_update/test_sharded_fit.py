@@ -82,9 +82,18 @@ def test_a_shared_update_has_the_bits_of_a_whole_one(rank_pool, optimizer, preci
 
 
 def held(trainer, module, *args):
-    masters = getattr(trainer.precision_plugin, "masters", None)
-    of_masters = sum(pair.master.numel() for pair in masters.pairs.values()) if masters else 0
-    return of_masters, sum(one["momentum_buffer"].numel() for one in trainer.optimizers[0].state.values())
+    # Without half precision all weights are fp32, on each rank.
+    window = trainer.strategy.run_status.window
+    num_fp32 = 0
+    if window is not None:
+        num_fp32 += sum(pair.fp32.numel() for pair in window.pairs.values())
+        num_fp32 += sum(part.numel() for part in trainer.strategy.run_status.master_parts.values())
+        num_fp32 += sum(shard._pair.fp32.numel() for shard in shards_of(trainer))  # the whole values are freed
+    return num_fp32, sum(state["momentum_buffer"].numel() for state in trainer.optimizers[0].state.values())
+
+
+def shards_of(trainer):
+    return trainer.strategy._extensions.made[0]._parts.shards.values()
 
 
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
@@ -110,9 +119,9 @@ def num_scattered(trainer, module, *args):
 
 def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
     scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
-    callbacks = [*callbacks, at(on_train_batch_start=num_scattered)]
+    callbacks = [*callbacks, at(on_train_end=num_scattered)]
     shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
-    return [seen.looks["on_train_batch_start"][-1] for seen in shared]
+    return [seen.looks["on_train_end"][-1] for seen in shared]
 
 
 @pytest.mark.parametrize(

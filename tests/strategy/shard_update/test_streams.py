@@ -34,7 +34,7 @@ class OfTheCpu:
 def test_who_waits_for_a_bucket_waits_for_its_own_part_and_for_what_all_ranks_have(fake_world, cuda, monkeypatch):  # noqa: F811
     monkeypatch.setattr(gradient_scatter, "collect_all", OfTheCpu)
     large, small = nn.Parameter(torch.ones(4 * BLOCK)), nn.Parameter(torch.ones(5))
-    pairs = {id(large): WeightShard(large, spans(large.numel(), 2), 0)}
+    pairs = {id(large): WeightShard("large", large, spans(large.numel(), 2), 0)}
     engine = engine_of("two_level")
     scatter = GradientScatter(engine, lambda parameter: pairs.get(id(parameter)), is_possible=True)
     scatter.turn(True)

@@ -14,7 +14,8 @@ from lightning_hybrid.cpp.library import ADDRESS, COUNT, FLOAT_BITS, CppSource
 PASSES = CppSource(
     files=(*(Path(__file__).with_name(name) for name in ("passes.cpp", "blocks.h")), FLOAT_BITS),
     functions={
-        "measure": (ADDRESS, ADDRESS, ADDRESS),
+        "measure_grads": (ADDRESS, ADDRESS),
+        "measure_layers": (ADDRESS, ADDRESS, ADDRESS),
         "add_up": (ADDRESS, ADDRESS),
         "lars_numbers": (ADDRESS, COUNT, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS),
         "lars_update": (ADDRESS, ADDRESS, ADDRESS),

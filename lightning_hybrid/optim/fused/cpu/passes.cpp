@@ -1,9 +1,10 @@
 // The passes of the fused LARS and LAMB on the CPU, each over all tensors of a kind, whatever their number and sizes.
 //
-//     measure         sum of g * g, or of (g + decay * w)^2; of w * w where asked        reads g, and w where asked
-//     lars_update     the step of LARS, and the sum of the new w * w                     reads g, w, v; writes w, v, copy
+//     measure_grads   sum of g * g, for LAMB                                             reads g
+//     measure_layers  sums of w * w and of g * g, or of (g + decay * w)^2, for LARS      reads g, w
+//     lars_update     the step of LARS                                                   reads g, w, v; writes w, v
 //     lamb_moments    both moments, sums of w * w and of u * u                           reads g, w, m, v; writes m, v
-//     lamb_update     the step of LAMB, with u made again: cheaper than to keep it       reads w, m, v; writes w, copy
+//     lamb_update     the step of LAMB, with u made again: cheaper than to keep it       reads w, m, v; writes w
 //
 // Sums of squares: a tile in float32 (float64 where the arithmetic is), the tiles of a block and the blocks of a tensor in
 // float64 and in their order. So they are the same bits for any number of threads. inf and nan survive them.
@@ -13,39 +14,56 @@
 namespace {
 
 template <typename State>
-void measure_blocks(const Table* table, const double* decays) {
+void measure_grad_blocks(const Table* table) {
   for_blocks(table, false, [=](int64_t block) {
-    const int64_t tensor = table->tensor_of[block], measured = table->measured[tensor];
-    if (measured == 0) return;
-    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
-    Squares<State> squares, weight_squares;
-    const State decay = decays ? State(decays[tensor]) : State(0);
-    for_tiles(table, block, [&](int64_t at, int64_t num) {
-      const State* w = decays || (measured & 2) ? weights.load(at, num) : nullptr;
-      if (measured & 2) weight_squares.add(w);
-      if ((measured & 1) == 0) return;
-      const State* g = grads.load(at, num);
-      if (decays) {
-        alignas(64) State sums[TILE];
-        for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
-        squares.add(sums);
-      } else {
-        squares.add(g);
-      }
-    });
-    if (measured & 1) table->squares[block] = squares.result();
-    if (measured & 2) table->weight_squares[block] = weight_squares.result();
+    const int64_t tensor = table->tensor_of[block];
+    if (!table->is_measured[tensor]) return;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype);
+    Squares<State> squares;
+    for_tiles(table, block, [&](int64_t at, int64_t num) { squares.add(grads.load(at, num)); });
+    table->squares[block] = squares.result();
   });
 }
 
-// Stores a weight and its copy. Returns what was stored: rounded, if weights are half precision.
 template <typename State>
-const State* store_weights(const State* w, int64_t at, int64_t num, Tiles<State>& weights, const Tiles<State>& copies) {
-  weights.store(at, num, w);
-  if (!copies.base) return w;
-  if (weights.dtype != dtype_of<State>) w = weights.load(at, num);
-  copies.store(at, num, w);
-  return w;
+void measure_layer_blocks(const Table* table, const double* decays) {
+  for_blocks(table, false, [=](int64_t block) {
+    const int64_t tensor = table->tensor_of[block];
+    if (!table->is_measured[tensor]) return;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype);
+    Tiles<State> weights(table->weights, tensor, table->weight_dtype);
+    Squares<State> squares, weight_squares;
+    if (decays) {
+      const State decay = State(decays[tensor]);
+      for_tiles(table, block, [&](int64_t at, int64_t num) {
+        weights.prefetch(at);
+        grads.prefetch(at);
+        const State* w = weights.load(at, num);
+        const State* g = grads.load(at, num);
+        alignas(64) State sums[TILE];
+        for (int64_t i = 0; i < TILE; ++i) sums[i] = g[i] + decay * w[i];
+        weight_squares.add(w);
+        squares.add(sums);
+      });
+    } else {
+      for_tiles(table, block, [&](int64_t at, int64_t num) {
+        weights.prefetch(at);
+        grads.prefetch(at);
+        weight_squares.add(weights.load(at, num));
+        squares.add(grads.load(at, num));
+      });
+    }
+    table->squares[block] = squares.result();
+    table->weight_squares[block] = weight_squares.result();
+  });
+}
+
+// Returns 1 if a measured gradient is inf or nan, else 0.
+float overflow_of(const Table* table) {
+  double total = 0;
+  for (int64_t block = 0; block < table->num_blocks; ++block)
+    if (table->is_measured[table->tensor_of[block]]) total += table->squares[block];
+  return std::isfinite(total) ? 0.0f : 1.0f;
 }
 
 // Rows of the options' table, see `option_table.py`.
@@ -77,18 +95,16 @@ template <typename State>
 void lars_blocks(const Table* table, const double* numbers) {
   for_blocks(table, true, [=](int64_t block) {
     const int64_t tensor = table->tensor_of[block];
-    Tiles<State> grads(table->grads, tensor, table->grad_dtype), weights(table->weights, tensor, table->weight_dtype);
-    Tiles<State> buffers(table->firsts, tensor, dtype_of<State>), copies(table->copies, tensor, table->copy_dtype);
-    Squares<State> squares;
+    Tiles<State> grads(table->grads, tensor, table->grad_dtype);
+    Tiles<State> weights(table->weights, tensor, table->weight_dtype);
+    Tiles<State> buffers(table->firsts, tensor, dtype_of<State>);
     for_tiles(table, block, [&](int64_t at, int64_t num) {
       State* w = weights.load(at, num);
       State* v = buffers.base ? buffers.load(at, num) : nullptr;
       lars_tile(grads.load(at, num), w, v, numbers + NUM_LARS * tensor);
       if (v) buffers.store(at, num, v);
-      const State* stored = store_weights(w, at, num, weights, copies);
-      if (copies.base) squares.add(stored);
+      weights.store(at, num, w);
     });
-    if (copies.base) table->weight_squares[block] = squares.result();
   });
 }
 
@@ -146,14 +162,14 @@ void lamb_blocks(const Table* table, const double* numbers, const double* rates)
   for_blocks(table, false, [=](int64_t block) {
     const int64_t tensor = table->tensor_of[block];
     const State rate = State(rates[tensor]);
-    Tiles<State> weights(table->weights, tensor, table->weight_dtype), copies(table->copies, tensor, table->copy_dtype);
+    Tiles<State> weights(table->weights, tensor, table->weight_dtype);
     Tiles<State> firsts(table->firsts, tensor, dtype_of<State>), seconds(table->seconds, tensor, dtype_of<State>);
     for_tiles(table, block, [&](int64_t at, int64_t num) {
       alignas(64) State u[TILE];
       State* __restrict w = weights.load(at, num);
       lamb_directions<State>(w, firsts.load(at, num), seconds.load(at, num), u, numbers + NUM_LAMB * tensor);
       for (int64_t i = 0; i < TILE; ++i) w[i] -= rate * u[i];
-      store_weights<State>(w, at, num, weights, copies);
+      weights.store(at, num, w);
     });
   });
 }
@@ -162,14 +178,17 @@ void lamb_blocks(const Table* table, const double* numbers, const double* rates)
 
 extern "C" {
 
-// `decays`: for each tensor what w is multiplied by before it is added to g; null: g alone. `found_inf` becomes 1 if a
-// measured gradient is inf or nan, else 0.
-void measure(const Table* table, const double* decays, float* found_inf) {
-  table->state_dtype == FLOAT64 ? measure_blocks<double>(table, decays) : measure_blocks<float>(table, decays);
-  double total = 0;
-  for (int64_t block = 0; block < table->num_blocks; ++block)
-    if (table->measured[table->tensor_of[block]] & 1) total += table->squares[block];
-  *found_inf = std::isfinite(total) ? 0.0f : 1.0f;
+// `found_inf`, here and in `measure_layers`: becomes 1 if a measured gradient is inf or nan, else 0.
+void measure_grads(const Table* table, float* found_inf) {
+  table->state_dtype == FLOAT64 ? measure_grad_blocks<double>(table) : measure_grad_blocks<float>(table);
+  *found_inf = overflow_of(table);
+}
+
+// `decays`: for each tensor the factor on w before it is added to g; null: g alone is measured.
+void measure_layers(const Table* table, const double* decays, float* found_inf) {
+  table->state_dtype == FLOAT64 ? measure_layer_blocks<double>(table, decays)
+                                : measure_layer_blocks<float>(table, decays);
+  *found_inf = overflow_of(table);
 }
 
 // sums (2, tensors): of the squares of weights; of gradients, directions or updates.
@@ -209,7 +228,7 @@ void lars_numbers(const Table* table, int64_t is_joint, const double* options, c
   }
 }
 
-// `found_inf`, here and below: if there is one and it is more than 0, nothing is read or written.
+// `found_inf`, here and below: null, or above 0 if the step must be skipped. Then nothing is read or written.
 void lars_update(const Table* table, const double* numbers, const float* found_inf) {
   if (found_inf && *found_inf > 0) return;
   table->state_dtype == FLOAT64 ? lars_blocks<double>(table, numbers) : lars_blocks<float>(table, numbers);

@@ -19,7 +19,8 @@ from lightning_hybrid.optim.gradients import GradScaling
 from lightning_hybrid.placement import Part
 
 _DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
-_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # triton means to change its default, and warns until it is chosen
+# Triton means to change the default of `enable_fp_fusion`, and warns until a caller has chosen.
+_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 class KernelLars(Engine):
@@ -28,56 +29,62 @@ class KernelLars(Engine):
         norms()     `norms`
         update()    `finalize`, `lars_update`
 
-    Three kernels, whatever the number of tensors; a gradient at another address costs one more copy of the table of
-    addresses. The host waits for nothing, and compares addresses only. `chunk` is the number of elements
-    per program, a power of two. `parts` is empty, or has the part of each tensor: then the sums that count are those in
-    `block_sums`.
+    There are three kernels, whatever the number of tensors. A gradient at another address costs one more copy of the
+    table of addresses. The host waits for nothing, and compares only addresses.
+
+    Args:
+        params: The parameters, of one dtype.
+        moments: The momentum as one list parallel to `params`, or no list without momentum.
+        grad_dtype: The dtype of all gradients.
+        is_joint: Whether the denominator is |g + weight_decay * w|.
+        chunk: Elements per program, a power of two.
+        parts: Empty, or the part of each parameter. With a part the sums that count are those in `block_sums`.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        copies: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
         grad_dtype: torch.dtype,
         *,
         is_joint: bool,
         chunk: int = 4096,
         parts: Sequence[Part | None] = (),
     ) -> None:
-        buffers = states[0] if states else []
-        self._is_joint, self._has_momentum = is_joint, bool(buffers)
-        self._views = ContiguousViews(params, buffers, copies)
-        dense = self._views.dense
-        device, weight = params[0].device, params[0].dtype
-        state = torch.promote_types(weight, torch.float32)
-        num_chunks = [-(-param.numel() // chunk) for param in params]
-        tensor_of = [i for i, num in enumerate(num_chunks) for _ in range(num)]
-        index_of = [index for num in num_chunks for index in range(num)]
-        total = len(tensor_of)
-        # One program per chunk, whatever tensor it is of: `tensor_of` and `index_of` find the chunk.
-        self._grid, self._counts = (total,), (len(params), total)
-        self._num_chunks, firsts = num_chunks, list(itertools.accumulate(num_chunks, initial=0))
-        self._numels = table_of([param.numel() for param in params], torch.int64, device)
-        self._chunks = (self._numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device))
-        pointers = [data_ptrs(one) if one else [0] * len(params) for one in dense]
-        self._pointers = list(table_of(pointers, torch.int64, device))
-        self._grad_pointers = table_of([0] * len(params), torch.int64, device)
-        self._sums = self._added = torch.zeros(2, total, dtype=state, device=device)
+        device = params[0].device
+        num_tensors = len(params)
+        state_dtype = torch.promote_types(params[0].dtype, torch.float32)
+        self._device = device
+        self._is_joint = is_joint
+        self._has_momentum = bool(moments)
+        self._views = ContiguousViews(params, *moments)
+        self._num_chunks = [-(-param.numel() // chunk) for param in params]
+        self._counts = (num_tensors, sum(self._num_chunks))
+        # One program per chunk, whatever tensor it is of.
+        self._grid = (sum(self._num_chunks),)
+        self._chunks = _chunk_tables(params, self._num_chunks)
+        self._weight_pointers, self._buffer_pointers = _pointer_tables(self._views)
+        self._grad_pointers = table_of([0] * num_tensors, torch.int64, device)
+        self._grad_addresses: list[int] = []
+
+        # What is added up: the sums of the chunks here, or with parts those of all that ranks hold together.
+        self._sums = torch.zeros(2, sum(self._num_chunks), dtype=state_dtype, device=device)
+        self._added = self._sums
+        first_chunks = list(itertools.accumulate(self._num_chunks, initial=0))
         if any(parts):
             self.block_sums = BlockSums(params, parts, chunk, self._sums)
-            self._added, firsts = self.block_sums.whole, self.block_sums.first_of
-        # What is added up: the sums of the chunks here, or of all that ranks hold together.
-        self._first_chunk = table_of(firsts, torch.int32, device)
-        self._added_counts = (len(params), firsts[-1])
-        self._numbers = torch.zeros(len(params), lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
-        self._device = device
-        self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
+            self._added = self.block_sums.whole
+            first_chunks = self.block_sums.first_of
+        self._first_chunk = table_of(first_chunks, torch.int32, device)
+        self._added_counts = (num_tensors, first_chunks[-1])
+
+        self._numbers = torch.zeros(num_tensors, lars_kernels.NUM_LARS, dtype=torch.float64, device=device)
+        self._one = torch.ones((), device=device)
+        self._zero = torch.zeros((), device=device)
+        self._inverse_scale = self._one  # of the step in progress
         self._ignored = torch.zeros((), device=device)  # takes the flag of a step that is not checked
-        self._are_masters, self._copy = bool(copies), _DTYPES[copies[0].dtype if copies else torch.float16]
-        dtypes = {"WEIGHT": _DTYPES[weight], "GRAD": _DTYPES[grad_dtype], "STATE": _DTYPES[state]}
+        dtypes = {"WEIGHT": _DTYPES[params[0].dtype], "GRAD": _DTYPES[grad_dtype], "STATE": _DTYPES[state_dtype]}
         self._common: dict[str, Any] = {**dtypes, "CHUNK": chunk, **_LAUNCH}
-        self._grad_addresses: list[int] = []
 
     def share(self, add_up_: Callable[[Tensor], None]) -> None:
         """Have the sums of shards added over ranks; see `Engine`."""
@@ -101,46 +108,57 @@ class KernelLars(Engine):
         self, grads: Sequence[Tensor], options: OptionTable, scaling: GradScaling, needed: Sequence[bool]
     ) -> Tensor:
         """Compute the norms, and whether a gradient is inf or nan, `needed` or not; see `Engine`."""
-        found_inf = self._ignored if scaling.found_inf_out is None else scaling.found_inf_out
+        found_inf = scaling.found_inf_out if scaling.found_inf_out is not None else self._ignored
         # Without a factor the kernel multiplies by a stored 1: one compiled kernel for both cases.
-        self._inverse_scale = self._one if scaling.inverse_scale is None else scaling.inverse_scale
+        self._inverse_scale = scaling.inverse_scale if scaling.inverse_scale is not None else self._one
         with torch.cuda.device_of(self._sums):  # Triton launches on the current device, whichever the tensors are on
             self._load(grads)
             if self._grid[0]:  # CUDA refuses an empty grid
                 lars_kernels.norms[self._grid](
-                    *(self._pointers[0], self._grad_pointers, *self._chunks),
-                    *(options.table, self._inverse_scale, self._sums, found_inf, *self._counts),
+                    self._weight_pointers,
+                    self._grad_pointers,
+                    *self._chunks,
+                    options.table,
+                    self._inverse_scale,
+                    self._sums,
+                    found_inf,
+                    *self._counts,
                     IS_JOINT=self._is_joint,
-                    HAS_WEIGHT_SUMS=self._knows_weights(),
                     **self._common,
                 )
         return found_inf
 
     def update(self, options: OptionTable, scaling: GradScaling) -> None:
         """Write the step; see `Engine`."""
-        found_inf = self._zero if scaling.found_inf is None else scaling.found_inf
+        found_inf = scaling.found_inf if scaling.found_inf is not None else self._zero
         with torch.cuda.device_of(self._sums):
             self._add_up()
             if self._grid[0]:
                 lars_kernels.finalize[(self._counts[0],)](
-                    *(self._added, self._first_chunk, options.table, options["lr"], self._inverse_scale, self._numbers),
+                    self._added,
+                    self._first_chunk,
+                    options.table,
+                    options["lr"],
+                    self._inverse_scale,
+                    self._numbers,
                     *self._added_counts,
                     IS_JOINT=self._is_joint,
                 )
-                weights, buffers, copies = self._pointers
                 lars_kernels.lars_update[self._grid](
-                    *(weights, self._grad_pointers, buffers, copies, *self._chunks),
-                    *(self._numbers, found_inf, self._sums),
-                    COPY=self._copy,
+                    self._weight_pointers,
+                    self._grad_pointers,
+                    self._buffer_pointers,
+                    *self._chunks,
+                    self._numbers,
+                    found_inf,
                     HAS_MOMENTUM=self._has_momentum,
-                    HAS_COPY=self._are_masters,
                     **self._common,
                 )
             self._views.unload()
 
     def _load(self, grads: Sequence[Tensor]) -> None:
-        places = self._views.load(grads)
-        if places == self._grad_addresses:
+        addresses = self._views.load(grads)
+        if addresses == self._grad_addresses:
             return
         if is_capturing():
             raise RuntimeError(
@@ -148,15 +166,30 @@ class KernelLars(Engine):
                 "table of their addresses cannot be captured. Keep them, with zero_grad(set_to_none=False), and do one "
                 "step on them before the capture; or set fused=False."
             )
-        to_device_(self._grad_pointers, torch.tensor(places))
-        self._grad_addresses = places
+        to_device_(self._grad_pointers, torch.tensor(addresses))
+        self._grad_addresses = addresses
 
-    def _knows_weights(self) -> bool:
-        # The last update left sum(w * w) of masters: tensors with a copy, which only their owner writes. Other writes
-        # raise `_version`, except one through `.data`. A captured graph cannot look at versions: there it is computed.
-        if not self._are_masters or self._views.pairs or is_capturing():
-            return False
-        return not self._views.changed()
+
+def _chunk_tables(params: Sequence[Tensor], num_chunks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the tables `numels`, by tensor, and `tensor_of` and `index_of`, by chunk."""
+    device = params[0].device
+    tensor_of: list[int] = []
+    index_of: list[int] = []
+    for tensor_index, num_chunks_of_tensor in enumerate(num_chunks):
+        tensor_of += [tensor_index] * num_chunks_of_tensor
+        index_of += range(num_chunks_of_tensor)
+    numels = table_of([param.numel() for param in params], torch.int64, device)
+    return numels, table_of(tensor_of, torch.int32, device), table_of(index_of, torch.int32, device)
+
+
+def _pointer_tables(views: ContiguousViews) -> tuple[Tensor, Tensor]:
+    """Make the tables of the addresses of weights and of momentum buffers; the latter are 0 if there are no buffers."""
+    weights = views.dense[0]
+    addresses = [data_ptrs(tensors) for tensors in views.dense]
+    if len(addresses) == 1:
+        addresses.append([0] * len(weights))
+    weight_pointers, buffer_pointers = table_of(addresses, torch.int64, weights[0].device)
+    return weight_pointers, buffer_pointers
 
 
 def table_of(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

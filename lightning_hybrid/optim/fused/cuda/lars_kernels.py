@@ -2,7 +2,7 @@
 
     norms       per chunk     sum of g * g (joint: of d * d), and of w * w          reads g, w
     finalize    per tensor    norms -> trust ratio -> coefficients                  reads the sums
-    lars_update per chunk     the step, and the sum of the new w * w                reads g, w, v; writes w, v, copy
+    lars_update per chunk     the step                                              reads g, w, v; writes w, v
 
 A chunk is `CHUNK` elements in a row of one tensor's memory. Tensors are reached by their addresses, a table of int64
 on the device; `tensor_of` and `index_of` hold the tensor of each chunk and its index there. A chunk's squares are added
@@ -49,15 +49,14 @@ def _case_of(is_whole, others, grad):
 
 
 @triton.jit
-def _squares(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS, CASE):
+def _squares(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, CASE):
+    """Store the sum of w * w, and return that of g * g, or of (g + decay * w) ** 2."""
     is_in = (at < numel) | (CASE < 2)
     g = tl.load(_places(grad, at, GRAD, CASE == 0), mask=is_in, other=0.0).to(STATE)
-    if IS_JOINT or not HAS_WEIGHT_SUMS:
-        w = tl.load(_places(weight, at, WEIGHT, CASE < 2), mask=is_in, other=0.0).to(STATE)
-        if not HAS_WEIGHT_SUMS:
-            tl.store(weight_sum, tl.sum(w * w, 0))
-        if IS_JOINT:
-            g += decay * w
+    w = tl.load(_places(weight, at, WEIGHT, CASE < 2), mask=is_in, other=0.0).to(STATE)
+    tl.store(weight_sum, tl.sum(w * w, 0))
+    if IS_JOINT:
+        g += decay * w
     return tl.sum(g * g, 0)
 
 
@@ -79,9 +78,8 @@ def norms(
     STATE: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_JOINT: tl.constexpr,
-    HAS_WEIGHT_SUMS: tl.constexpr,
 ):
-    """Write sums (2, chunks): of w * w, unless they are known from the last update; of g * g, or (d / SCALE) ** 2.
+    """Write sums (2, chunks): of w * w; of g * g, or (d / SCALE) ** 2.
 
     `found_inf` becomes 1 if a sum of gradients is inf or nan.
     """
@@ -89,7 +87,8 @@ def norms(
     tensor = tl.load(tensor_of + chunk)
     begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
     at = begin + tl.arange(0, CHUNK)
-    grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
+    grad = tl.load(grads + tensor)
+    weight = tl.load(weights + tensor)
     # Gradients are still scaled: |g / s + decay w| = |g + s decay w| / s, so that the decay is scaled instead.
     decay = 0.0
     if IS_JOINT:
@@ -98,13 +97,12 @@ def norms(
         decay = decay.to(STATE)
     numel = tl.load(numels + tensor)
     weight_sum = sums + chunk
-    case, total = _case_of(begin + CHUNK <= numel, weight, grad), tl.cast(0, STATE)
+    case = _case_of(begin + CHUNK <= numel, weight, grad)
+    total = tl.cast(0, STATE)
     # The same code three times: the compiler needs to know the alignment, and so each case is a branch of its own.
-    for each in tl.static_range(3):
-        if case == each:
-            total = _squares(
-                *(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, HAS_WEIGHT_SUMS, each)
-            )
+    for branch in tl.static_range(3):
+        if case == branch:
+            total = _squares(grad, weight, at, numel, decay, weight_sum, WEIGHT, GRAD, STATE, IS_JOINT, branch)
     tl.store(sums + num_chunks + chunk, total)
     is_finite = total < float("inf")  # nan is not
     # No atomic: all programs that write here write the same.
@@ -161,10 +159,13 @@ def finalize(sums, first_chunk, options, lrs, inverse_scale, numbers, num_tensor
 
 
 @triton.jit
-def _move(grad, weight, buffer, copy, at, numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY, CASE):
+def _move(grad, weight, buffer, at, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, CASE):
+    """Store the new weights of a chunk, and its new momentum."""
     is_in = (at < numel) | (CASE < 2)
-    scale, decay = tl.load(line).to(STATE), tl.load(line + 1).to(STATE)
-    inside, outside = tl.load(line + 3).to(STATE), tl.load(line + 4).to(STATE)
+    scale = tl.load(line).to(STATE)
+    decay = tl.load(line + 1).to(STATE)
+    inside = tl.load(line + 3).to(STATE)
+    outside = tl.load(line + 4).to(STATE)
     weight_at = _places(weight, at, WEIGHT, CASE < 2)
     g = tl.load(_places(grad, at, GRAD, CASE == 0), mask=is_in, other=0.0).to(STATE)
     w = tl.load(weight_at, mask=is_in, other=0.0).to(STATE)
@@ -175,13 +176,7 @@ def _move(grad, weight, buffer, copy, at, numel, line, WEIGHT, GRAD, COPY, STATE
         v = momentum * tl.load(buffer_at, mask=is_in, other=0.0) + step
         tl.store(buffer_at, v, mask=is_in)
         step = tl.where(tl.load(line + 5) > 0, momentum * v + step, v)
-    moved = (w - outside * step).to(WEIGHT)
-    tl.store(weight_at, moved, mask=is_in)
-    if HAS_COPY:
-        tl.store(_places(copy, at, COPY, CASE < 2), moved.to(COPY), mask=is_in)
-    # The sum of the stored, rounded weights, for the next step; elements outside the tensor are 0.
-    stored = moved.to(STATE)
-    return tl.sum(stored * stored, 0)
+    tl.store(weight_at, (w - outside * step).to(WEIGHT), mask=is_in)
 
 
 @triton.jit
@@ -189,40 +184,32 @@ def lars_update(
     weights,
     grads,
     buffers,
-    copies,
     numels,
     tensor_of,
     index_of,
     numbers,
     found_inf,
-    sums,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
-    COPY: tl.constexpr,
     STATE: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
-    HAS_COPY: tl.constexpr,
 ):
     """Step: d = SCALE * g + DECAY * w, v <- MOMENTUM * v + INSIDE * d, w <- w - OUTSIDE * v; none if `found_inf` > 0.
 
-    A skipped step reads nothing either. With copies, sums[chunk] becomes the sum of squares of the new weights.
+    A skipped step reads nothing either. `buffers` are addresses, 0 without momentum.
     """
     if tl.load(found_inf) <= 0:
         chunk = tl.program_id(0)
         tensor = tl.load(tensor_of + chunk)
         begin = tl.load(index_of + chunk).to(tl.int64) * CHUNK
         at = begin + tl.arange(0, CHUNK)
-        grad, weight = tl.load(grads + tensor), tl.load(weights + tensor)
-        buffer, copy = tl.load(buffers + tensor), tl.load(copies + tensor)
+        grad = tl.load(grads + tensor)
+        weight = tl.load(weights + tensor)
+        buffer = tl.load(buffers + tensor)
         numel = tl.load(numels + tensor)
         line = numbers + tensor * _NUM
-        case, total = _case_of(begin + CHUNK <= numel, weight | buffer | copy, grad), tl.cast(0, STATE)
-        for each in tl.static_range(3):
-            if case == each:
-                total = _move(
-                    *(grad, weight, buffer, copy, at, numel, line, WEIGHT, GRAD, COPY, STATE, HAS_MOMENTUM, HAS_COPY),
-                    each,
-                )
-        if HAS_COPY:
-            tl.store(sums + chunk, total)
+        case = _case_of(begin + CHUNK <= numel, weight | buffer, grad)
+        for branch in tl.static_range(3):
+            if case == branch:
+                _move(grad, weight, buffer, at, numel, line, WEIGHT, GRAD, STATE, HAS_MOMENTUM, branch)

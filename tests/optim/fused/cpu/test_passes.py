@@ -28,8 +28,8 @@ from tests.optim.makers import (
 QUICK = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wno-psabi")
 
 
-def of_masters(rule, *shapes):
-    """A fused step on masters and scaled half gradients, next to the loop."""
+def on_half_gradients(rule, *shapes):
+    """A fused step of fp32 parameters on scaled fp16 gradients, next to the loop."""
     return Beside(Whole(), FUSED, rule, shapes=shapes, half=torch.float16)
 
 
@@ -74,7 +74,7 @@ def test_the_number_of_threads_changes_no_bit(rule):
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
-            ends.append(of_masters(rule, (300, 700), (50_000,), (5,)).steps(3).own)
+            ends.append(on_half_gradients(rule, (300, 700), (50_000,), (5,)).steps(3).own)
     finally:
         torch.set_num_threads(before)
     for others in ends[1:]:
@@ -84,12 +84,11 @@ def test_the_number_of_threads_changes_no_bit(rule):
 @pytest.mark.long
 @pytest.mark.parametrize("values", ["equal", "normal"])
 def test_norms_are_right_to_a_millionth_at_37_million_elements(values):
-    """Those of the pass over gradients and weights, and those that the update leaves for the next step."""
+    """Before the first update, and after it has moved the weights."""
     weight = nn.Parameter(torch.full((9216, 4096), 0.1) if values == "equal" else torch.randn(9216, 4096))
     weight.grad_dtype = None
     weight.grad = torch.ones_like(weight).half() if values == "equal" else torch.randn(9216, 4096).half()
     optimizer = LARS([weight], lr=100.0, fused=True)  # a tenth of the weights: their norm moves by half a percent
-    optimizer.copies = {weight: weight.detach().half()}
     for _ in range(2):
         exact = [torch.linalg.vector_norm(one.detach(), dtype=torch.float64).item() for one in (weight, weight.grad)]
         optimizer.step()
@@ -137,7 +136,7 @@ def test_it_is_built_once_then_loaded_and_built_anew_where_the_file_is_no_librar
     broken = tmp_path / "broken"  # a path that was loaded is not looked at again
     broken.mkdir()
     (broken / place.name).write_bytes(b"half a file")
-    assert build.PASSES.load(compiler, QUICK, broken).measure
+    assert build.PASSES.load(compiler, QUICK, broken).measure_layers
     assert len(built) == 2
     assert (broken / place.name).stat().st_size > 1000
 
@@ -200,15 +199,18 @@ def test_compiler_and_cache_are_those_that_the_environment_names(monkeypatch, tm
 def test_memory_that_moved_between_steps_is_found_again(rule):
     ends = []
     for moves in (False, True):
-        both = of_masters(rule, (20, 70), (5,), (300,), (9,))
-        params, copies, state = both.own, both.optimizer.copies, both.optimizer.state
+        both = on_half_gradients(rule, (20, 70), (5,), (300,), (9,))
+        state = both.optimizer.state
         name = "momentum_buffer" if rule is LARS else "exp_avg_sq"
         for step in range(4):
             both.step(step)
-            if moves and step < 3:
-                moved = (params[0], copies[params[1]], state[params[2]][name])[step]
-                moved.data = moved.data.clone()
-                state[params[3]][name] = state[params[3]][name].clone() if step == 2 else state[params[3]][name]
+            if moves and step == 0:
+                both.own[0].data = both.own[0].data.clone()
+            if moves and step == 1:
+                buffer = state[both.own[2]][name]
+                buffer.data = buffer.data.clone()
+            if moves and step == 2:
+                state[both.own[3]][name] = state[both.own[3]][name].clone()
         assert both.distance() <= 2e-6
-        ends.append(params)
+        ends.append(both.own)
     assert_same_bits(*ends)

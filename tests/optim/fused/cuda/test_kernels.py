@@ -38,9 +38,10 @@ SHAPES = {"cpu": [(33, 7), (5,), (), (64,), (65,)], "cuda": [(330, 70), (5,), ()
 def _kernels_for_cpu_tensors(monkeypatch):
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
-    def engine_of(self, tensors, optimizer, grad_dtype):
-        states = optimizer.state_lists(tensors.params, "momentum_buffer") if tensors.flags[0] else []
-        return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=tensors.flags[1], chunk=64)
+    def engine_of(self, tensors, optimizer):
+        has_momentum, is_joint = tensors.flags
+        moments = optimizer.state_lists(tensors.params, "momentum_buffer") if has_momentum else []
+        return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=is_joint, chunk=64)
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
 
@@ -93,12 +94,9 @@ def test_the_kernels_are_the_rule(device, momentum_form, denominator):
 
 @on_devices
 @pytest.mark.parametrize("denominator", ["sum", "joint"])
-@pytest.mark.parametrize("half", [torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])], ids=str)
-def test_scaled_gradients_move_masters_and_copies(device, half, denominator):
-    """After an edit of a master the norm carried from the last step would be wrong.
-
-    The interpreter cuts off the second half of a float32 to make a bfloat16.
-    """
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_scaled_half_gradients_move_fp32_weights_that_user_code_writes_between_steps(device, half, denominator):
+    """A norm of weights that is carried from the last step would be wrong."""
     assert written(beside(device, half=half, nesterov=True, denominator=denominator)) <= 2e-6
 
 
@@ -177,9 +175,9 @@ def test_parts_of_tensors_move_as_the_whole_ones(device, monkeypatch):
     """Two ranks in turns, each with a part of a tensor; the second of three steps has an inf in the part of one."""
     from lightning_hybrid.optim.fused.cuda.lars import KernelLars
 
-    def engine_of(self, tensors, optimizer, grad_dtype):
-        states = optimizer.state_lists(tensors.params, "momentum_buffer")
-        return KernelLars(tensors.params, states, tensors.copies, grad_dtype, is_joint=True, parts=tensors.parts)
+    def engine_of(self, tensors, optimizer):
+        moments = optimizer.state_lists(tensors.params, "momentum_buffer")
+        return KernelLars(tensors.params, moments, tensors.grad_dtype, is_joint=True, parts=tensors.parts)
 
     monkeypatch.setattr(fused_step.FusedLars, "engine_of", engine_of)
     assert BLOCK % 4096 == 0  # their chunk

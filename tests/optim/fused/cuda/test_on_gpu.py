@@ -12,7 +12,7 @@ from lightning_hybrid.optim.fused import availability
 from tests.optim.fused.cuda.test_kernels import clones_of, parameters, triton
 from tests.optim.makers import distance, set_grads
 
-TENSORS = ("weights", "grads", "buffers", "copies", "numels")
+TENSORS = ("weights", "grads", "buffers", "numels")
 TYPES = {
     **dict.fromkeys(TENSORS, "*i64"),
     **dict.fromkeys(("tensor_of", "index_of", "first_chunk"), "*i32"),
@@ -20,19 +20,19 @@ TYPES = {
     **dict.fromkeys(("inverse_scale", "found_inf", "sums"), "*fp32"),
     **dict.fromkeys(("num_tensors", "num_chunks"), "i32"),
 }
-FLAGS = ("IS_JOINT", "HAS_MOMENTUM", "HAS_COPY")
+FLAGS = ("IS_JOINT", "HAS_MOMENTUM")
 
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """PTX of a kernel for masters with fp16 copies, every buffer aligned; that it becomes machine code is asserted."""
+    """PTX of a kernel for fp32 weights and fp16 gradients, every buffer aligned; it must become machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     tl = triton.language
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    static = {"WEIGHT": tl.float32, "STATE": tl.float32, "GRAD": tl.float16, "COPY": tl.float16, "CHUNK": 4096}
-    static |= {**dict.fromkeys(FLAGS, True), "HAS_WEIGHT_SUMS": False}
+    static = {"WEIGHT": tl.float32, "STATE": tl.float32, "GRAD": tl.float16, "CHUNK": 4096}
+    static |= dict.fromkeys(FLAGS, True)
 
     def compiled(kernel, capability, **other):
         signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
@@ -58,7 +58,7 @@ def test_the_kernels_compile_for_gpus(name, capability, compiled):
     # Gradients off alignment are read an element at a time: a wider load there would be a fault.
     assert not re.search(r"ld\.global\.v2\.b", ptx)
     if name == "lars_update" and capability == 90:  # to nearest: the interpreter cannot show it
-        assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, COPY=triton.language.bfloat16))
+        assert re.search(r"cvt\.rn\.bf16", compiled(kernel, capability, WEIGHT=triton.language.bfloat16))
 
 
 def no_triton(monkeypatch):
@@ -92,7 +92,6 @@ def test_a_captured_step_replays_with_new_gradients_rates_and_skips():
     others = clones_of(params)
     lr = torch.tensor(2.0, device="cuda")
     ours, theirs = LARS(params, lr=lr, weight_decay=0.01, fused=True), LARS(others, lr=2.0, weight_decay=0.01)
-    ours.copies = {param: param.detach().half() for param in params}
     ours.grad_scale = torch.tensor(1024.0, device="cuda")
     for param in params:
         param.grad = torch.zeros_like(param, dtype=torch.float16)

@@ -1,0 +1,30 @@
+"""The averaged copies of a module that Lightning's callbacks keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_hybrid.lightning_names import lightning_types
+
+
+def average_models(callbacks: Iterable[object], *names: str) -> list[Any]:
+    """Return the averages of Lightning's averaging callbacks, and of callbacks of more classes by `names`."""
+    types: list[Any] = []
+    for name in ("WeightAveraging", *names):
+        types.extend(lightning_types(f"pytorch.callbacks.{name}"))
+    averages = []
+    for callback in callbacks:
+        average = getattr(callback, "_average_model", None)
+        if isinstance(callback, tuple(types)) and average is not None:
+            averages.append(average)
+    return averages
+
+
+def averages_of(callbacks: Iterable[object]) -> list[nn.Module]:
+    """Return the copies of a module that callbacks such as EMA keep."""
+    averages = average_models(callbacks, "StochasticWeightAveraging")
+    return [average.module if isinstance(average, AveragedModel) else average for average in averages]

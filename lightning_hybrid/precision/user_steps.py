@@ -1,0 +1,113 @@
+"""Steps of optimizers that user code makes by itself, past Lightning: torch's hooks for all optimizers see them.
+
+Such a step runs outside of the window, on fp32 parameters with fp32 gradients, and on none after an overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_hybrid.precision.optimizer_protocol import closure_in, parameters_of
+from lightning_hybrid.precision.window import HalfPrecisionWindow
+
+
+class UserSteps:
+    """Hooks around the steps of every torch optimizer that holds parameters of a window.
+
+    Args:
+        window: is closed for the time of such a step.
+        owns: returns whether an optimizer trains parameters of the run.
+        has_overflowed: returns whether the gradients of an optimizer hold inf or nan, after counting the step.
+        evaluate: evaluates a closure in an open window and closes it.
+        update_context: is entered around the update, and left while a closure is evaluated.
+    """
+
+    def __init__(
+        self,
+        window: HalfPrecisionWindow,
+        *,
+        owns: Callable[[Optimizer], bool],
+        has_overflowed: Callable[[Optimizer], bool],
+        evaluate: Callable[[Callable[[], Any]], Any],
+        update_context: Callable[[Optimizer], AbstractContextManager[Any]],
+    ) -> None:
+        self._window = window
+        self._owns = owns
+        self._has_overflowed = has_overflowed
+        self._evaluate = evaluate
+        self._update_context = update_context
+        self._stepping: Optimizer | None = None
+        self._entered: AbstractContextManager[Any] | None = None
+        self._reopens = False
+        self.are_ignored = False  # while Lightning's own step runs
+        self.is_in_backward = False
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.are_ignored or not self._owns(optimizer):
+            return None
+        # A wrapped optimizer steps within its wrapper's step. One that steps twice has raised an error the first time.
+        if self._stepping is not None and self._stepping is not optimizer:
+            return None
+        if self.is_in_backward:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step was called inside of backward, where gradients are in half "
+                "precision, multiplied by the loss scale and not yet averaged over ranks. Step after `backward`, or "
+                'use precision="32-true".'
+            )
+        self._stepping = optimizer
+        self._reopens = self._window.is_open
+        self._window.close()
+        if self._has_overflowed(optimizer):
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+        closure = closure_in(args, kwargs)
+        self._enter()
+        if closure is None:
+            return None
+        return (args[0],), {**kwargs, "closure": partial(self._evaluate_outside, closure, self._reopens)}
+
+    def _enter(self) -> None:
+        assert self._stepping is not None
+        self._entered = self._update_context(self._stepping)
+        self._entered.__enter__()
+
+    def _leave(self) -> None:
+        entered = self._entered
+        self._entered = None
+        if entered is not None:
+            entered.__exit__(None, None, None)
+
+    def _evaluate_outside(self, closure: Callable[[], Any], was_open: bool) -> Any:
+        self._leave()
+        result = self._evaluate(closure) if was_open else closure()
+        self._enter()
+        return result
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        self._leave()
+        if self._reopens:
+            self._window.open()
+
+    def begin_step(self) -> None:
+        """Begin a training step: a step of an optimizer that raised an error has left nothing to end."""
+        self._stepping = None
+        self._entered = None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

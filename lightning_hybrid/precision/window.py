@@ -1,0 +1,275 @@
+"""The window in which a module has half-precision parameters: open while forward and backward run, else closed.
+
+    closed    parameters, gradients and optimizer state are the user's own fp32 objects
+    open      parameters show the half-precision copies on which DDP was built
+
+Opening rounds the fp32 values into the copies, always. Closing takes over what user code wrote inside, which is known
+from the bits of both. Nothing that happens outside needs to be noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from lightning_hybrid.placement import broadcast_first_
+from lightning_hybrid.precision.module_hooks import ModuleHooks
+from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, check_exchange, take_writes_
+
+NORMALISATION_TYPES: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class HalfPrecisionWindow:
+    """The parameters of a module in two precisions, and which of the two is shown.
+
+    Parameters of normalisation layers, weights that are computed from others (`parametrizations`, `weight_norm`,
+    `spectral_norm`, pruning), embeddings with `max_norm`, scripted modules, buffers and, in a fit, frozen parameters keep their own dtype. So does
+    a parameter of which one place does.
+
+    A trained parameter that the user has made in half precision becomes fp32 until `end`.
+
+    Args:
+        module: its values must be the final ones. Further modules may be added by `add`.
+        dtype: `torch.float16` or `torch.bfloat16`.
+        keep_fp32: module types whose own parameters stay fp32. Their submodules are converted.
+        frozen: whether parameters that do not require gradients have a half-precision copy too. Not in a fit: teachers
+            and averages are written there, in steps that half precision would round away.
+        on_meta: whether parameters on the meta device have one too. In a fit they are those of other stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        keep_fp32: tuple[type[nn.Module], ...] = (),
+        *,
+        frozen: bool = False,
+        on_meta: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.pairs: dict[int, ParameterPair] = {}
+        self.is_open = False
+        self.hooks = ModuleHooks(self, dtype)
+        self.before_open: list[Callable[[], None]] = []
+        self._keep_fp32 = keep_fp32
+        self._frozen = frozen
+        self._on_meta = on_meta
+        self._modules: list[nn.Module] = []
+        self._has_warned = False
+        self._dtypes_before: list[tuple[nn.Parameter, torch.dtype]] = []
+        self.add(module)
+
+    def add(self, module: nn.Module) -> None:
+        """Make the half-precision copies of a module's parameters."""
+        modules = list(_modules_outside_metrics(module))
+        kept: set[int] = set()
+        for child in modules:
+            if self._keeps_dtype(child):
+                kept.update(id(parameter) for parameter in child.parameters(recurse=False))
+
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for child in modules:
+            for parameter in child.parameters(recurse=False):
+                is_new = id(parameter) not in self.pairs and id(parameter) not in kept
+                if is_new and self._is_converted(parameter):
+                    check_exchange()
+                    self._make_fp32(parameter)
+                    name = names.get(id(parameter), "parameter")
+                    self.pairs[id(parameter)] = ParameterPair(name, parameter, self.dtype)
+
+        for child in modules:
+            # BatchNorm takes half activations and fp32 parameters by itself.
+            if isinstance(child, NORMALISATION_TYPES) and not isinstance(child, _BatchNorm):
+                self.hooks.compute_in_fp32(child)
+            if any(id(parameter) in self.pairs for parameter in child.parameters(recurse=False)):
+                self.hooks.show_fp32_in_state_dicts(child)
+        self.hooks.refuse_other_threads(module)
+        self._modules.extend(modules)
+
+    def _keeps_dtype(self, module: nn.Module) -> bool:
+        is_kept_type = isinstance(module, (*NORMALISATION_TYPES, torch.jit.ScriptModule, *self._keep_fp32))
+        # `max_norm`: the forward writes the weight, by torch's own code.
+        is_written_in_forward = getattr(module, "max_norm", None) is not None
+        return is_kept_type or is_written_in_forward or is_reparametrised(module)
+
+    def _is_converted(self, parameter: nn.Parameter) -> bool:
+        if parameter.dtype is not torch.float32 and parameter.dtype not in HALF_DTYPES:
+            return False
+        if parameter.is_meta and not self._on_meta:
+            return False
+        return parameter.requires_grad or self._frozen
+
+    def _make_fp32(self, parameter: nn.Parameter) -> None:
+        if parameter.dtype is torch.float32:
+            return
+        self._dtypes_before.append((parameter, parameter.dtype))
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+        parameter.grad_dtype = torch.float32
+
+    def pair_of(self, parameter: Tensor) -> ParameterPair | None:
+        """Return the pair of a parameter, or None if it keeps its own dtype or is unknown."""
+        return self.pairs.get(id(parameter))
+
+    def add_stand_in(self, stand_in: nn.Parameter, parameter: Tensor) -> None:
+        """Show a tensor that takes the place of a parameter in both precisions too, until `remove_stand_in`.
+
+        Nothing happens while the window is open, where the stand-in was made of the half-precision copy, or if the
+        parameter keeps its own dtype.
+        """
+        pair = self.pair_of(parameter)
+        if pair is not None and not self.is_open:
+            self.pairs[id(stand_in)] = ParameterPair(pair.name, stand_in, self.dtype)
+
+    def remove_stand_in(self, stand_in: Tensor) -> None:
+        """Forget what `add_stand_in` has added."""
+        pair = self.pairs.pop(id(stand_in), None)
+        if pair is not None:
+            pair.close()
+
+    # ---- open and close ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Round the fp32 values into the half-precision copies, and show these."""
+        if self.is_open:
+            return
+        for prepare in self.before_open:
+            prepare()
+        self.is_open = True  # already while the first are shown: an interrupt may come
+        cast_(self.pairs.values())
+        self._exchange()
+        self.hooks.attach()
+
+    def close(self) -> None:
+        """Take over what was written inside, and show the fp32 values."""
+        if not self.is_open:
+            return
+        self.hooks.detach()
+        try:
+            take_writes_(pair for pair in self.pairs.values() if pair.is_open)
+        finally:
+            self._exchange(to_fp32=True)
+            self.is_open = False
+        self._warn_of_writes_inside()
+        self._refresh_pruned_weights()
+
+    def _warn_of_writes_inside(self) -> None:
+        written = next((pair for pair in self.pairs.values() if pair.was_written), None)
+        if written is None or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"`{written.name}` was written inside of a training step, where parameters are in half precision: the "
+            f"values went through {str(self.dtype).removeprefix('torch.')}, and small changes are lost. Write "
+            "parameters between steps, as in `on_train_batch_end`, or by an optimizer, whose steps run in fp32."
+        )
+
+    def _exchange(self, *, to_fp32: bool = False) -> None:
+        # Autocast keeps casts of parameters, by references that forbid an exchange, and of values that now change.
+        torch.clear_autocast_cache()
+        for pair in self.pairs.values():
+            if to_fp32:
+                pair.close()
+            else:
+                pair.open()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open for a while, unless it is open already."""
+        was_open = self.is_open
+        self.open()
+        try:
+            yield
+        finally:
+            if not was_open:
+                self.close()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Close for a while, and open again if it was open."""
+        was_open = self.is_open
+        self.close()
+        yield
+        if was_open:
+            self.open()
+
+    def check_dtypes(self) -> None:
+        """Check before a backward that parameters have the dtype on which DDP was built, see `check_dtype`."""
+        for pair in self.pairs.values():
+            pair.check_dtype()
+
+    def is_written(self) -> bool:
+        """Return whether an fp32 value has changed since the copies were made. Waits for the device."""
+        return not all(pair.is_exact_cast() for pair in self.pairs.values())
+
+    def cast(self) -> None:
+        """Round the fp32 values into the copies without showing them."""
+        cast_(self.pairs.values())
+
+    def _refresh_pruned_weights(self) -> None:
+        # A pruned weight is a product that the last forward has left behind, in half precision.
+        for module in self._modules:
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, BasePruningMethod):
+                    hook(module, ())
+
+    # ---- the way in and out ------------------------------------------------------------------------------------------
+
+    def broadcast_(self, module: nn.Module, ignored: Container[str] = ()) -> None:
+        """Take rank zero's fp32 values, except for parameters that DDP ignores. Collective.
+
+        DDP broadcasts what it wraps, which are the copies. Ranks that began with other weights, as without a common
+        seed, would keep other low digits.
+        """
+        values = []
+        for name, parameter in module.named_parameters():
+            pair = self.pair_of(parameter)
+            if pair is not None and name not in ignored:
+                values.append(pair.fp32.detach())
+        broadcast_first_(values)
+
+    def end(self) -> None:
+        """Show the fp32 values for good, in the dtypes of before, and remove all hooks."""
+        self.close()
+        self.hooks.remove()
+        self.pairs.clear()
+        self.before_open.clear()
+        self._modules.clear()
+        for parameter, dtype in self._dtypes_before:
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad_dtype = dtype
+        self._dtypes_before.clear()
+
+
+def is_reparametrised(module: nn.Module) -> bool:
+    """Return whether a weight of the module is computed from its parameters before each forward."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return True
+    computing = (WeightNorm, SpectralNorm, BasePruningMethod)
+    return any(isinstance(hook, computing) for hook in module._forward_pre_hooks.values())
+
+
+def _modules_outside_metrics(module: nn.Module) -> Iterator[nn.Module]:
+    metric_type = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    seen: set[int] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen or isinstance(current, metric_type):
+            continue
+        seen.add(id(current))
+        yield current
+        stack.extend(reversed(list(current.children())))

@@ -1,0 +1,61 @@
+"""Lightning's averaging callbacks, which read and write whole fp32 weights while no rank has these."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from lightning_hybrid.averaged_models import average_models
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
+
+_METHODS_BY_CALLBACK = {
+    "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
+    "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),
+}
+"""Methods of Lightning's callbacks that read weights into an average, or write an average into weights."""
+
+
+@contextmanager
+def averaging_whole_values(
+    callbacks: Iterable[object], whole_values: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let averaging callbacks see whole fp32 weights in the calls in which they average, swap or hand over.
+
+    Args:
+        callbacks: of the trainer, set up.
+        whole_values: returns a context in which the parameters show whole fp32 values. Collective, as such a call is
+            from here on.
+    """
+    callbacks = list(callbacks)
+    with ExitStack() as stack:
+        for name, methods in _METHODS_BY_CALLBACK.items():
+            types = tuple(lightning_types(f"pytorch.callbacks.{name}"))
+            for callback in callbacks:
+                if isinstance(callback, types):
+                    stack.enter_context(_within(whole_values, callback, methods))
+        for average in average_models(callbacks):
+            stack.enter_context(_within(whole_values, average, ("update_parameters",)))
+        yield
+
+
+def _within(
+    whole_values: Callable[[], AbstractContextManager[None]], owner: object, methods: Iterable[str]
+) -> AbstractContextManager[None]:
+    wrapped: dict[str, Any] = {}
+    for name in methods:
+        wrapped[name] = _wrapped(getattr(owner, name), whole_values)
+    return temporary_attributes(owner, **wrapped)
+
+
+def _wrapped(
+    method: Callable[..., Any], whole_values: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with whole_values():
+            return method(*args, **kwargs)
+
+    return call

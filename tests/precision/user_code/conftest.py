@@ -1,0 +1,61 @@
+"""Fixtures for code of users: a check against `ddp` in fp32, whose results are computed once in a session."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.precision.user_code.support import (
+    FabricLoop,
+    Outcome,
+    Setup,
+    class_of,
+    differences,
+    faults_of_reference,
+    run_loop,
+    train,
+)
+from tests.rank_pool import RankError, RankPool
+
+
+class Comparison:
+    """Runs of a case on ranks of the pool, and their comparison with `ddp` in fp32."""
+
+    def __init__(self, rank_pool: RankPool, new_folder: Callable[[], str]) -> None:
+        self._rank_pool = rank_pool
+        self._new_folder = new_folder
+        self._references: dict[tuple[Any, int], list[Outcome]] = {}
+
+    def run(self, user_code: Any, strategy: str, world_size: int, precision: str) -> list[Outcome]:
+        """Return what the case leaves on each rank. Ranks that hang or die have this as their error."""
+        setup = Setup(strategy=strategy, precision=precision, folder=self._new_folder())
+        program = train
+        if issubclass(class_of(user_code), FabricLoop):
+            program = run_loop
+        try:
+            return self._rank_pool.ranks(world_size).run(program, user_code, setup)
+        except RankError as error:
+            return [Outcome(error=str(error)) for _ in range(world_size)]
+
+    def reference(self, user_code: Any, world_size: int) -> list[Outcome]:
+        """Return what the case leaves under `ddp` in fp32, where it must do what it says."""
+        key = (repr(user_code), world_size)
+        if key not in self._references:
+            self._references[key] = self.run(user_code, "ddp", world_size, "32-true")
+        reference = self._references[key]
+        assert not faults_of_reference(class_of(user_code), reference)
+        return reference
+
+    def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> list[Outcome]:
+        """Fail where the case leaves something else than under `ddp`, with all that differs; return what it leaves."""
+        reference = self.reference(user_code, world_size)
+        outcomes = self.run(user_code, "hybrid_allreduce", world_size, precision)
+        faults = differences(class_of(user_code), precision, reference, outcomes)
+        assert not faults, "\n".join(faults)
+        return outcomes
+
+
+@pytest.fixture(scope="session")
+def comparison(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """A comparison with `ddp` whose references last for the session."""
+    return Comparison(rank_pool, lambda: str(tmp_path_factory.mktemp("user_code")))

@@ -1,0 +1,371 @@
+"""What users save, copy and find after an error is fp32, with all digits, and a run continues from it bit for bit."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Adam
+from torch.optim.swa_utils import AveragedModel
+
+from tests import toy
+from tests.precision.user_code.support import (
+    Frozen,
+    Manual,
+    Setup,
+    UserCode,
+    Validated,
+    code_of_users,
+    in_half_precision,
+    small_net,
+    trainer_of,
+)
+from tests.precision.user_code.test_gradients import FailsInBackward
+from tests.scenes import same
+
+# ---- files that users write ------------------------------------------------------------------------------------------
+
+
+def data_of_parameters(module):
+    return {name: parameter.data.cpu() for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def detached_parameters(module):
+    return {name: parameter.detach().cpu() for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def parameters_themselves(module):
+    return dict(module.named_parameters())
+
+
+def numpy_arrays(module):
+    return {name: torch.from_numpy(p.detach().cpu().numpy().copy()) for name, p in module.named_parameters()}
+
+
+class SavesWhatItTrains(UserCode):
+    """Writes the trained parameters alone into checkpoints, as users of LoRA do; the backbone is frozen."""
+
+    num_batches = 4
+    epochs = 3
+
+    def __init__(self, collect):
+        super().__init__()
+        self.collect = collect
+        self.strict_loading = False
+
+    def build(self):
+        super().build()
+        self.backbone = small_net().requires_grad_(False)
+
+    def loss(self, batch):
+        images, targets = batch
+        return torch.nn.functional.cross_entropy(self.net(images) + self.backbone(images), targets)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = self.collect(self)
+
+    def configure_optimizers(self):
+        return Adam(self.net.parameters(), lr=3e-3)
+
+
+class SavesByStateDict(SavesWhatItTrains):
+    """Overrides `state_dict` itself, which then holds the parameters."""
+
+    def __init__(self):
+        super().__init__(collect=None)
+
+    def on_save_checkpoint(self, checkpoint):
+        pass
+
+    def state_dict(self, *args, **kwargs):
+        return {f"net.{name}": parameter for name, parameter in self.net.named_parameters()}
+
+
+class SavesAfterAnEpoch(pl.Callback):
+    """Saves a checkpoint when the first epoch ends, and keeps what the weights are by then."""
+
+    def __init__(self, path):
+        self.path = path
+        self.weights = {}
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+            self.weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def continue_from_a_file(make_user_code, setup):
+    """Return the trained weights of a run, those of a run that continues from its file, and those of the file."""
+    path = f"{setup.folder}/first_epoch.ckpt"
+    saves = SavesAfterAnEpoch(path)
+    whole = make_user_code()
+    trainer_of(whole, setup, callbacks=[saves]).fit(whole)
+
+    torch.manual_seed(5)  # whatever a new process begins with
+    continued = make_user_code()
+    with torch.no_grad():
+        for parameter in continued.net.parameters():
+            parameter.add_(1.0)
+    trainer_of(continued, setup).fit(continued, ckpt_path=path, weights_only=False)
+    file = torch.load(path, weights_only=False)["state_dict"]
+    return toy.weights(whole.net), toy.weights(continued.net), file, saves.weights
+
+
+@in_half_precision()
+@code_of_users(
+    partial(SavesWhatItTrains, data_of_parameters),
+    partial(SavesWhatItTrains, detached_parameters),
+    partial(SavesWhatItTrains, parameters_themselves),
+    partial(SavesWhatItTrains, numpy_arrays),
+    SavesByStateDict,
+)
+def test_a_run_continues_bit_for_bit_from_the_parameters_that_the_user_saved(
+    rank_pool, tmp_path, user_code, world_size, precision
+):
+    ranks = rank_pool.ranks(world_size)
+    for strategy, its_precision in (("ddp", "32-true"), ("hybrid_allreduce", precision)):
+        folder = tmp_path / strategy
+        folder.mkdir()
+        setup = Setup(strategy=strategy, precision=its_precision, folder=str(folder))
+        for whole, continued, file, at_save in ranks.run(continue_from_a_file, user_code, setup):
+            assert same(whole, continued)
+            assert at_save
+            for name, value in file.items():
+                assert same(value.detach(), at_save[name]), name
+
+
+# ---- copies made inside of a step ------------------------------------------------------------------------------------
+
+
+def by_state_dict(module, folder):
+    return {name: value.detach().clone() for name, value in module.net.state_dict().items()}
+
+
+def by_own_state_dict(module, folder):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def by_deepcopy(module, folder):
+    return dict(copy.deepcopy(module.net).state_dict())
+
+
+def by_copied_parameter(module, folder):
+    return {"weight": copy.deepcopy(module.net[0].weight).detach()}
+
+
+def by_pickle(module, folder):
+    return dict(pickle.loads(pickle.dumps(module.net)).state_dict())
+
+
+def by_file_of_the_module(module, folder):
+    buffer = io.BytesIO()
+    torch.save(module.net, buffer)
+    buffer.seek(0)
+    return dict(torch.load(buffer, weights_only=False).state_dict())
+
+
+def by_file_of_the_state_dict(module, folder):
+    buffer = io.BytesIO()
+    torch.save(module.net.state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def by_average(module, folder):
+    return dict(AveragedModel(module.net).module.state_dict())
+
+
+def by_checkpoint(module, folder):
+    path = f"{folder}/inside.ckpt"
+    module.trainer.save_checkpoint(path)
+    return torch.load(path)["state_dict"]
+
+
+def by_loading_elsewhere(module, folder):
+    net = small_net()
+    net.load_state_dict(module.net.state_dict())
+    return dict(net.state_dict())
+
+
+class CopiesInsideAStep(Frozen):
+    """Takes copies of its weights in `training_step`, before and after the forward."""
+
+    epochs = 1
+    num_batches = 1
+
+    def __init__(self, automatic_optimization):
+        super().__init__()
+        self.automatic_optimization = automatic_optimization
+
+    def training_step(self, batch, batch_idx):
+        self.copy_weights("before forward")
+        loss = self.noted_loss(batch)
+        self.copy_weights("after forward")
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.copy_weights("after backward")
+            self.optimizers().step()
+        return loss
+
+    def copy_weights(self, moment):
+        for copied in COPIES:
+            self.outcome.facts[f"{copied.__name__} {moment}"] = copied(self, self.trainer.default_root_dir)
+
+
+COPIES = [
+    by_state_dict,
+    by_own_state_dict,
+    by_deepcopy,
+    by_copied_parameter,
+    by_pickle,
+    by_file_of_the_module,
+    by_file_of_the_state_dict,
+    by_average,
+    by_checkpoint,
+    by_loading_elsewhere,
+]
+
+
+class TrainsACopyInsideAStep(UserCode):
+    """Takes small steps on a copy of the network in `training_step`, as MAML does."""
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        copied = copy.deepcopy(self.net)
+        optimizer = torch.optim.SGD(copied.parameters(), lr=1e-4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(copied(images), targets).backward()
+            optimizer.step()
+        moved = copied[0].weight.detach() - copy.deepcopy(self.net)[0].weight.detach()
+        self.outcome.readings["way of the copy"].append(moved)
+        return super().training_step(batch, batch_idx)
+
+
+@in_half_precision()
+@code_of_users(
+    partial(CopiesInsideAStep, True),
+    partial(CopiesInsideAStep, False),
+    TrainsACopyInsideAStep,
+)
+def test_copies_made_inside_a_step_are_fp32_with_all_digits(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class NotesWeights(pl.Callback):
+    """Notes the weights that user code finds when an error has ended the fit, and those of the file."""
+
+    def on_exception(self, trainer, module, exception):
+        facts = module.outcome.facts
+        facts["weights in on_exception"] = {name: value.detach().clone() for name, value in module.named_parameters()}
+        path = f"{trainer.default_root_dir}/broken.ckpt"
+        trainer.save_checkpoint(path)
+        facts["weights in the file"] = dict(torch.load(path)["state_dict"])
+
+
+class Breaks(Validated, Frozen):
+    """Fails in one of its hooks, in the second batch."""
+
+    settings = {"val_check_interval": 1}
+    raises = "the user's bug"
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def break_in(self, hook):
+        if self.hook == hook and self.trainer.global_step > 0:
+            raise RuntimeError("the user's bug")
+
+    def configure_callbacks(self):
+        return [NotesWeights()]
+
+    def on_train_batch_start(self, *args):
+        self.break_in("on_train_batch_start")
+
+    def training_step(self, batch, batch_idx):
+        self.break_in("training_step")
+        loss = super().training_step(batch, batch_idx)
+        if self.hook == "backward" and batch_idx > 0:
+            return BreaksInBackward.apply(loss)
+        return loss
+
+    def on_before_backward(self, loss):
+        self.break_in("on_before_backward")
+
+    def on_after_backward(self):
+        self.break_in("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.break_in("on_before_optimizer_step")
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        self.break_in("optimizer_step")
+
+    def on_train_batch_end(self, *args):
+        self.break_in("on_train_batch_end")
+
+    def validation_step(self, batch, batch_idx):
+        self.break_in("validation_step")
+        super().validation_step(batch, batch_idx)
+
+
+class BreaksInBackward(FailsInBackward):
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the user's bug")
+
+
+class BreaksByHand(Manual, Frozen):
+    """Fails in `training_step` of manual optimization, after a backward."""
+
+    raises = "the user's bug"
+
+    def configure_callbacks(self):
+        return [NotesWeights()]
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            raise RuntimeError("the user's bug")
+
+
+class IsInterrupted(Breaks):
+    """Ctrl-C in the middle of a step."""
+
+    raises = "SystemExit"
+
+    def __init__(self):
+        super().__init__("training_step")
+
+    def break_in(self, hook):
+        if hook == "training_step" and self.trainer.global_step > 0:
+            raise KeyboardInterrupt
+
+
+HOOKS = [
+    "on_train_batch_start",
+    "training_step",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "on_train_batch_end",
+    "validation_step",
+]
+
+
+@in_half_precision(world_sizes=(1,))
+@code_of_users(*[partial(Breaks, hook) for hook in HOOKS], BreaksByHand, IsInterrupted)
+def test_after_an_error_weights_and_file_are_fp32_with_all_digits(comparison, user_code, world_size, precision):
+    """Its learning rate is 0, so that they are those of the start."""
+    (outcome,) = comparison.assert_as_under_ddp(user_code, world_size, precision)
+    assert same(outcome.facts["weights in on_exception"], outcome.start)
+    assert same(outcome.facts["weights in the file"], outcome.start)

@@ -1,0 +1,611 @@
+"""Loops of Fabric: the weights, gradients and files of a user's own loop are those of `ddp` in fp32."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adam
+
+from tests.precision.user_code.support import (
+    FabricLoop,
+    code_of_users,
+    copies_of_gradients,
+    dtypes_of_gradients,
+    dtypes_of_parameters,
+    in_every_precision,
+    in_half_precision,
+    is_on_last_rank,
+    parameters_equal,
+)
+from tests.precision.user_code.test_gradients import FailsInBackward
+from tests.precision.user_code.test_optimizers import Sam, ScheduleFree
+from tests.scenes import same
+
+
+class Loop(FabricLoop):
+    """A plain loop; subclasses say what they do between its statements."""
+
+    def make_optimizer(self):
+        return SGD(self.net.parameters(), lr=0.1, momentum=0.5)
+
+    def run(self, fabric):
+        self.fabric = fabric
+        self.model, self.optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            self.number = number
+            self.before_step()
+            self.optimizer.zero_grad()
+            loss = self.loss_of(batch)
+            fabric.backward(loss)
+            self.after_backward()
+            self.optimizer.step()
+            self.after_step()
+        self.after_training()
+
+    def loss_of(self, batch):
+        images, targets = batch
+        return self.noted(F.cross_entropy(self.model(images), targets))
+
+    def before_step(self):
+        pass
+
+    def after_backward(self):
+        pass
+
+    def after_step(self):
+        pass
+
+    def after_training(self):
+        pass
+
+
+class FrozenLoop(Loop):
+    """A loop with a learning rate of 0: only the user's code writes weights."""
+
+    is_exact = True
+
+    def make_optimizer(self):
+        return SGD(self.net.parameters(), lr=0.0)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class SavesItsAverage(Loop):
+    """Puts an average in the place of the weights, saves it, and goes on from the trained weights."""
+
+    def run(self, fabric):
+        self.average = copy.deepcopy(self.net)
+        super().run(fabric)
+
+    def after_step(self):
+        with torch.no_grad():
+            for average, parameter in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                average.mul_(0.9).add_(parameter, alpha=0.1)
+        if self.number % 2 == 1:
+            self.save_average()
+
+    def save_average(self):
+        kept = [parameter.data.clone() for parameter in self.net.parameters()]
+        for parameter, average in zip(self.net.parameters(), self.average.parameters(), strict=True):
+            parameter.data.copy_(average)
+        path = f"{self.folder}/average.ckpt"
+        self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer})
+        for parameter, value in zip(self.net.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+        is_saved = same(dict(torch.load(path)["model"]), dict(self.average.state_dict()))
+        self.outcome.facts[f"the file has the average after {self.number + 1} steps"] = is_saved
+
+
+class ExchangesWeights(FrozenLoop):
+    """Zeroes weights, reads the state, and puts the weights back."""
+
+    def after_step(self):
+        kept = [parameter.data.clone() for parameter in self.net.parameters()]
+        for parameter in self.net.parameters():
+            parameter.data.zero_()
+        self.model.state_dict()
+        for parameter, value in zip(self.net.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+
+
+class WritesWeights(FrozenLoop):
+    """Writes weights in all the ways, between steps."""
+
+    def after_step(self):
+        self.net[0].weight.data[self.number] = 1 / 3
+        self.net.state_dict()["2.bias"].copy_(torch.full((3,), 1 / 7))
+        self.net[0].bias.detach().numpy()[self.number] = 1 / 5
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 - 1e-5)
+
+
+class ClampsWeights(Loop):
+    def after_step(self):
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        largest = max(float(parameter.detach().abs().max()) for parameter in self.model.parameters())
+        self.outcome.facts[f"weights are clamped after {self.number + 1} steps"] = largest <= 0.1 + 1e-8
+
+
+class CallsParts(FrozenLoop):
+    """Calls the network without Fabric's wrapper, and a layer of it, between steps."""
+
+    def after_step(self):
+        images = torch.linspace(-1, 1, 24).reshape(2, 12)
+        with torch.no_grad():
+            self.outcome.facts[f"network after {self.number + 1} steps"] = self.net(images)
+            self.outcome.facts[f"layer after {self.number + 1} steps"] = self.net[0](images)
+
+
+class SeesFp32(Loop):
+    """Notes dtypes and gradients between the statements of the loop, and uses hooks on a parameter."""
+
+    def run(self, fabric):
+        self.kept_list = list(self.net.parameters())
+        self.num_calls = 0
+        self.net[0].weight.register_hook(self.halve)
+        super().run(fabric)
+
+    def halve(self, gradient):
+        self.num_calls += 1
+        return gradient * 0.5
+
+    def look(self, moment):
+        facts = self.outcome.facts
+        facts[f"dtypes of parameters {moment}"] = dtypes_of_parameters(self.model)
+        facts[f"dtypes of gradients {moment}"] = dtypes_of_gradients(self.net)
+        pairs = zip(self.kept_list, self.net.parameters(), strict=True)
+        facts[f"the list is valid {moment}"] = all(kept is parameter for kept, parameter in pairs)
+        self.outcome.readings[f"gradients {moment}"].extend(copies_of_gradients(self.net))
+
+    def before_step(self):
+        self.look("before the step")
+
+    def after_backward(self):
+        self.look("after backward")
+
+    def after_step(self):
+        self.look("after the step")
+
+    def after_training(self):
+        self.outcome.facts["calls of the hook"] = self.num_calls
+
+
+@in_half_precision()
+@code_of_users(SavesItsAverage, ExchangesWeights, WritesWeights, ClampsWeights, CallsParts, SeesFp32)
+def test_weights_between_the_statements_of_a_loop_are_fp32(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- terms of the loss that are computed from weights ----------------------------------------------------------------
+
+
+class PenalisesWeights(Loop):
+    """Adds a term in the square of the weights, which are listed in one of three ways."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def run(self, fabric):
+        self.kept_list = list(self.net.parameters())
+        super().run(fabric)
+
+    def listed(self):
+        if self.source == "the wrapper":
+            return self.model.parameters()
+        if self.source == "the network":
+            return self.net.parameters()
+        return self.kept_list
+
+    def loss_of(self, batch):
+        penalty = sum(parameter.square().sum() for parameter in self.listed())
+        return super().loss_of(batch) + 0.02 * penalty
+
+
+class PenalisesOneWeight(PenalisesWeights):
+    """The term reaches one layer alone."""
+
+    def __init__(self):
+        super().__init__("a list")
+
+    def listed(self):
+        return [self.net[2].weight]
+
+
+class PenalisesWeightsOnOneRank(PenalisesWeights):
+    """The last rank alone adds the term, as where a part of the data has it."""
+
+    def __init__(self):
+        super().__init__("the network")
+
+    def loss_of(self, batch):
+        if is_on_last_rank():
+            return super().loss_of(batch)
+        return Loop.loss_of(self, batch)
+
+
+class PenalisesWeightsWhileItAccumulates(PenalisesWeights):
+    """A term in every micro-batch, which ranks average in the last one."""
+
+    def __init__(self):
+        super().__init__("the wrapper")
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            with fabric.no_backward_sync(self.model, enabled=not is_last):
+                fabric.backward(self.loss_of(batch) / 3)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class StaysNearTheStart(Loop):
+    """A proximal term of distances to the start, in a backward of its own before that of the loss."""
+
+    def run(self, fabric):
+        self.start = [parameter.detach().clone() for parameter in self.net.parameters()]
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for batch in self.batches():
+            optimizer.zero_grad()
+            loss = self.loss_of(batch)
+            for parameter, start in zip(self.model.parameters(), self.start, strict=True):
+                loss = loss + 0.1 * (parameter - start).square().sum()
+            fabric.backward(loss)
+            optimizer.step()
+
+
+class CallsTheNetWithoutTheWrapper(Loop):
+    """A term of consistency from the network itself, of which Fabric knows nothing."""
+
+    def loss_of(self, batch):
+        images, _ = batch
+        gap = self.net(images + 0.1) - self.model(images)
+        return super().loss_of(batch) + gap.square().mean()
+
+
+@in_half_precision()
+@code_of_users(
+    partial(PenalisesWeights, "the wrapper"),
+    partial(PenalisesWeights, "the network"),
+    partial(PenalisesWeights, "a list"),
+    PenalisesOneWeight,
+    PenalisesWeightsOnOneRank,
+    PenalisesWeightsWhileItAccumulates,
+    StaysNearTheStart,
+    CallsTheNetWithoutTheWrapper,
+)
+def test_a_term_computed_from_weights_is_in_the_averaged_gradients(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+class AddsGradientsOfTwoLosses(Loop):
+    """Keeps the gradients of two losses by reference, and steps with their sum."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for images, targets in self.batches():
+            kept = []
+            for number in range(2):
+                optimizer.zero_grad()
+                logits = self.model(images)
+                loss = F.cross_entropy(logits, targets) if number == 0 else logits.square().mean()
+                fabric.backward(self.noted(loss))
+                kept.append([parameter.grad for parameter in self.net.parameters()])
+            for parameter, first, second in zip(self.net.parameters(), *kept, strict=True):
+                parameter.grad = first + second
+            optimizer.step()
+
+
+class KeepsGradients(Loop):
+    """Keeps gradients by reference from step to step."""
+
+    def run(self, fabric):
+        self.kept = []
+        super().run(fabric)
+
+    def after_backward(self):
+        self.kept.extend(parameter.grad for parameter in self.net.parameters())
+
+    def after_training(self):
+        self.outcome.readings["gradients of all steps"] = [gradient.clone() for gradient in self.kept]
+
+
+class DetachesGradients(Loop):
+    def after_step(self):
+        for parameter in self.net.parameters():
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
+@in_every_precision()
+@code_of_users(AddsGradientsOfTwoLosses, KeepsGradients, DetachesGradients)
+def test_a_gradient_that_the_loop_holds_stays_what_it_is(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class ClipsAndWritesGradients(Loop):
+    def after_backward(self):
+        self.net[0].weight.grad[0] = 0.0
+        self.net[2].bias.grad = self.net[2].bias.grad * 0.5
+        norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.1)
+        self.outcome.readings["norm"].append(norm.detach().clone())
+
+
+class ComputesGradientsByHand(Loop):
+    """Sets `p.grad` from `torch.autograd.grad`. It is of this rank alone, so one rank it is."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        parameters = list(self.net.parameters())
+        for images, targets in self.batches():
+            loss = self.noted(F.cross_entropy(self.net(images), targets))
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+
+class DropsMicrobatches(Loop):
+    """Zeroes gradients within a step of three micro-batches, in one of the ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def drop(self, optimizer):
+        if self.way == "optimizer":
+            optimizer.zero_grad()
+        if self.way == "module":
+            self.net.zero_grad()
+        if self.way == "none":
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            with fabric.no_backward_sync(self.model, enabled=not is_last):
+                fabric.backward(self.loss_of(batch) / 3)
+            if number % 3 == 0:
+                self.drop(optimizer)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class CatchesAnError(Loop):
+    """The backward of a micro-batch fails on one rank, which drops those before it, or does not."""
+
+    def __init__(self, is_dropped):
+        super().__init__()
+        self.is_dropped = is_dropped
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for number, batch in enumerate(self.batches()):
+            is_last = number % 3 == 2
+            with fabric.no_backward_sync(self.model, enabled=not is_last):
+                loss = self.loss_of(batch) / 3
+                if number % 3 == 1 and is_on_last_rank():
+                    self.fail(fabric, loss, optimizer)
+                else:
+                    fabric.backward(loss)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def fail(self, fabric, loss, optimizer):
+        with pytest.raises(RuntimeError, match="the sample is bad"):
+            fabric.backward(FailsInBackward.apply(loss))
+        if self.is_dropped:
+            optimizer.zero_grad()
+
+
+class ForwardsTwice(Loop):
+    """Two forwards before one backward."""
+
+    def loss_of(self, batch):
+        images, targets = batch
+        gap = self.model(images + 0.1) - self.model(images - 0.1)
+        return self.noted(F.cross_entropy(self.model(images), targets) + gap.square().mean())
+
+
+@in_half_precision()
+@code_of_users(
+    ClipsAndWritesGradients,
+    partial(DropsMicrobatches, "optimizer"),
+    partial(DropsMicrobatches, "module"),
+    partial(DropsMicrobatches, "none"),
+    partial(CatchesAnError, True),
+    partial(CatchesAnError, False),
+    ForwardsTwice,
+)
+def test_a_step_of_the_loop_has_the_gradients_of_its_backwards(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(world_sizes=(1,))
+@code_of_users(ComputesGradientsByHand)
+def test_gradients_computed_by_hand_in_a_loop_are_stepped_with(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+class RollsBack(Loop):
+    """Goes back to an earlier state of network and optimizer."""
+
+    def make_optimizer(self):
+        return Adam(self.net.parameters(), lr=3e-3)
+
+    def after_step(self):
+        if self.number == 1:
+            self.kept_weights = copy.deepcopy(self.model.state_dict())
+            self.kept_state = copy.deepcopy(self.optimizer.state_dict())
+        if self.number == 3:
+            self.model.load_state_dict(self.kept_weights)
+            self.optimizer.load_state_dict(self.kept_state)
+            self.outcome.facts["weights are the kept ones"] = parameters_equal(self.net, dict(self.kept_weights))
+
+    def after_training(self):
+        states = self.optimizer.state_dict()["state"].values()
+        self.outcome.facts["dtypes of state"] = sorted({str(v.dtype) for state in states for v in state.values()})
+
+
+class Sharpness(Loop):
+    """Sharpness-aware minimisation with a closure."""
+
+    def make_optimizer(self):
+        return Sam(self.net.parameters(), lr=0.1)
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for batch in self.batches():
+            optimizer.zero_grad()
+            fabric.backward(self.loss_of(batch))
+            optimizer.step(partial(self.evaluate, fabric, batch))
+
+    def evaluate(self, fabric, batch):
+        loss = self.loss_of(batch)
+        fabric.backward(loss)
+        return loss
+
+
+class SharpnessByHand(Loop):
+    """Moves weights along the gradient and back, with a backward there."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        for batch in self.batches():
+            optimizer.zero_grad()
+            fabric.backward(self.loss_of(batch))
+            kept = []
+            with torch.no_grad():
+                norm = torch.stack([parameter.grad.norm() for parameter in self.net.parameters()]).norm()
+                for parameter in self.net.parameters():
+                    kept.append(parameter.detach().clone())
+                    parameter.add_(0.05 * parameter.grad / norm)
+            optimizer.zero_grad()
+            fabric.backward(self.loss_of(batch))
+            with torch.no_grad():
+                for parameter, value in zip(self.net.parameters(), kept, strict=True):
+                    parameter.copy_(value)
+            optimizer.step()
+
+
+class WithoutSchedule(Loop):
+    """A schedule-free optimizer, which moves weights for evaluation and back."""
+
+    def make_optimizer(self):
+        return ScheduleFree(self.net.parameters(), lr=0.2)
+
+    def after_step(self):
+        optimizer = self.optimizer.optimizer
+        optimizer.eval()
+        with torch.no_grad():
+            self.outcome.validation_losses.append(self.model(torch.ones(2, 12)).square().mean().item())
+        optimizer.train()
+
+
+class UpdatesWeightsByHand(Loop):
+    """Writes the update itself, in steps that half precision would round away."""
+
+    num_batches = 6
+
+    def run(self, fabric):
+        self.model = fabric.setup(self.net)
+        for batch in self.batches():
+            self.net.zero_grad()
+            fabric.backward(self.loss_of(batch))
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter -= 1e-4 * parameter.grad
+
+
+class TrainsTwoNetworks(Loop):
+    """A generator and a critic, whose weights are clamped."""
+
+    def run(self, fabric):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        generator, optimizer = fabric.setup(self.net, self.make_optimizer())
+        critic, critic_optimizer = fabric.setup(critic, Adam(critic.parameters(), lr=3e-3))
+        for images, targets in self.batches():
+            real = F.one_hot(targets, 3).float()
+            critic_optimizer.zero_grad()
+            fabric.backward(self.noted(critic(generator(images).detach()).mean() - critic(real).mean()))
+            critic_optimizer.step()
+            for parameter in critic.parameters():
+                parameter.data.clamp_(-0.5, 0.5)
+            optimizer.zero_grad()
+            fabric.backward(self.noted(-critic(generator(images)).mean()))
+            optimizer.step()
+        self.outcome.readings["critic"] = [parameter.detach().clone() for parameter in critic.parameters()]
+
+
+@in_half_precision()
+@code_of_users(RollsBack, Sharpness, SharpnessByHand, WithoutSchedule, UpdatesWeightsByHand, TrainsTwoNetworks)
+def test_optimizers_of_a_loop_step_on_fp32_weights(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class QuasiNewton(Loop):
+    """LBFGS on one batch, whose loss it brings close to zero."""
+
+    def run(self, fabric):
+        optimizer = torch.optim.LBFGS(self.net.parameters(), lr=0.3, max_iter=4, history_size=4)
+        self.model, optimizer = fabric.setup(self.net, optimizer)
+        self.batch = self.batches()[0]
+        for _ in range(6):
+            optimizer.step(partial(self.evaluate, fabric, optimizer))
+        self.outcome.facts["the loss is small"] = self.outcome.losses[-1] < 0.2
+
+    def evaluate(self, fabric, optimizer):
+        optimizer.zero_grad()
+        loss = self.loss_of(self.batch)
+        fabric.backward(loss)
+        return loss
+
+
+@in_half_precision()
+def test_lbfgs_reaches_a_small_loss_in_a_loop(comparison, world_size, precision):
+    comparison.reference(QuasiNewton, world_size)
+    for outcome in comparison.run(QuasiNewton, "hybrid_allreduce", world_size, precision):
+        assert not outcome.error
+        assert outcome.facts == {"the loss is small": True}
+
+
+class StepsInsideBackward(Loop):
+    def run(self, fabric):
+        self.model = fabric.setup(self.net)
+        self.optimizer_of = {}
+        for parameter in self.net.parameters():
+            self.optimizer_of[parameter] = SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(self.step)
+        for batch in self.batches():
+            fabric.backward(self.loss_of(batch))
+
+    def step(self, parameter):
+        self.optimizer_of[parameter].step()
+        self.optimizer_of[parameter].zero_grad()
+
+
+@in_half_precision(world_sizes=(1,))
+def test_an_optimizer_that_steps_inside_backward_is_refused_in_a_loop(comparison, world_size, precision):
+    comparison.reference(StepsInsideBackward, world_size)
+    (outcome,) = comparison.run(StepsInsideBackward, "hybrid_allreduce", world_size, precision)
+    assert "SGD" in outcome.error
+    assert "backward" in outcome.error

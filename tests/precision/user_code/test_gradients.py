@@ -1,0 +1,477 @@
+"""Gradients are the user's own: fp32, unscaled, in `p.grad` alone, and gone when the user drops them."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_hybrid.optim import LAMB, LARS
+from tests.precision.user_code.support import (
+    Manual,
+    UserCode,
+    code_of_users,
+    copies_of_gradients,
+    dtypes_of_gradients,
+    dtypes_of_parameters,
+    in_every_precision,
+    in_half_precision,
+    is_on_last_rank,
+)
+
+# ---- gradients of a step that the user ends or empties ---------------------------------------------------------------
+
+
+class LeavesTheEpochWithinAStep(UserCode):
+    """The first step of the next epoch has its own micro-batches alone."""
+
+    settings = {"accumulate_grad_batches": 2}
+    num_batches = 4
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch == 0 and batch_idx == 3:
+            return -1
+        return None
+
+
+def zero_by_optimizer(module):
+    module.trainer.optimizers[0].zero_grad()
+
+
+def zero_by_module(module):
+    module.zero_grad()
+
+
+def zero_the_net(module):
+    module.net.zero_grad()
+
+
+def drop_gradients(module):
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def zero_in_place(module):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+class ZeroesWithinAStep(UserCode):
+    """Drops what the first two of four micro-batches brought."""
+
+    settings = {"accumulate_grad_batches": 4}
+    num_batches = 4
+
+    def __init__(self, zero):
+        super().__init__()
+        self.zero = zero
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.zero(self)
+
+
+class DropsABadBatch(UserCode):
+    """Drops gradients in `on_after_backward` where a batch is bad, on one rank alone."""
+
+    settings = {"accumulate_grad_batches": 4}
+    num_batches = 4
+
+    def on_after_backward(self):
+        is_bad = len(self.outcome.losses) % 4 == 2
+        if is_bad and is_on_last_rank():
+            self.zero_grad()
+
+
+class LimitsABadBatch(UserCode):
+    """Clips what has been accumulated in the middle of a step."""
+
+    settings = {"accumulate_grad_batches": 3}
+
+    def on_after_backward(self):
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class TakesTheIterator(UserCode):
+    """Lightning zeroes gradients between micro-batches of such a step, under `ddp` as well."""
+
+    settings = {"accumulate_grad_batches": 2}
+    ignored_warnings = ("Found `dataloader_iter` argument", "You are using the `dataloader_iter`")
+
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.noted_loss(batch)
+
+
+class SkipsABatch(UserCode):
+    """Returns None for a batch within a step of three. Lightning allows that on one rank only."""
+
+    settings = {"accumulate_grad_batches": 3}
+    num_batches = 6
+    ignored_warnings = ("`training_step` returned `None`",)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+@in_half_precision()
+@code_of_users(
+    LeavesTheEpochWithinAStep,
+    partial(ZeroesWithinAStep, zero_by_optimizer),
+    partial(ZeroesWithinAStep, zero_by_module),
+    partial(ZeroesWithinAStep, zero_the_net),
+    partial(ZeroesWithinAStep, drop_gradients),
+    partial(ZeroesWithinAStep, zero_in_place),
+    DropsABadBatch,
+    LimitsABadBatch,
+    TakesTheIterator,
+)
+def test_gradients_that_the_user_drops_are_in_no_later_step(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(world_sizes=(1,))
+@code_of_users(SkipsABatch)
+def test_a_batch_without_loss_is_left_out_of_its_step(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- gradients kept by reference, detached and replaced --------------------------------------------------------------
+
+
+class AddsGradientsOfTwoLosses(Manual):
+    """Keeps the gradients of two losses by reference and steps with their sum, as PCGrad does."""
+
+    def losses_of(self, batch):
+        images, targets = batch
+        return F.cross_entropy(self(images).float(), targets), self(images).float().square().mean()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        kept = []
+        for number in range(2):
+            optimizer.zero_grad()
+            loss = self.losses_of(batch)[number]
+            self.outcome.losses.append(loss.item())
+            self.manual_backward(loss)
+            kept.append([parameter.grad for parameter in self.parameters()])
+        for parameter, first, second in zip(self.parameters(), *kept, strict=True):
+            parameter.grad = first + second
+        optimizer.step()
+
+
+class KeepsGradientsOfAllSteps(UserCode):
+    """Keeps gradients by reference from step to step, as measures of gradient noise do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def on_after_backward(self):
+        self.kept.extend(parameter.grad for parameter in self.parameters())
+
+    def on_train_end(self):
+        self.outcome.readings["gradients of all steps"] = [gradient.clone() for gradient in self.kept]
+
+
+class DetachesGradients(UserCode):
+    """Zeroes gradients as `Optimizer.zero_grad` once did."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+
+
+@in_every_precision()
+@code_of_users(AddsGradientsOfTwoLosses, KeepsGradientsOfAllSteps, DetachesGradients)
+def test_a_gradient_that_the_user_holds_stays_what_it_is(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class HalvesGradients(UserCode):
+    """Writes gradients in place after backward, and replaces them before the step."""
+
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+    def on_after_backward(self):
+        self.net[0].weight.grad.mul_(0.5)
+        self.net[0].weight.grad[0] = 0.0
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.net[2].parameters():
+            parameter.grad = parameter.grad * 0.5
+
+
+def as_they_are(gradient):
+    return gradient
+
+
+def in_fp32(gradient):
+    return gradient.float()
+
+
+class ComputesGradientsByHand(Manual):
+    """Sets `p.grad` from `torch.autograd.grad`, without `manual_backward`."""
+
+    def __init__(self, convert):
+        super().__init__()
+        self.convert = convert
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        parameters = list(self.parameters())
+        images, targets = batch
+        logits = self(images)
+        loss = F.cross_entropy(logits, targets)
+        self.outcome.losses.append(loss.item())
+        of_loss = torch.autograd.grad(loss, parameters, retain_graph=True)
+        of_size = torch.autograd.grad(logits.float().square().mean(), parameters)
+        optimizer.zero_grad()
+        for parameter, first, second in zip(parameters, of_loss, of_size, strict=True):
+            parameter.grad = self.convert(first) + 0.1 * self.convert(second)
+        optimizer.step()
+
+
+@in_half_precision()
+@code_of_users(HalvesGradients)
+def test_gradients_that_the_user_writes_are_those_of_the_step(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+@in_half_precision(world_sizes=(1,))
+@code_of_users(partial(ComputesGradientsByHand, as_they_are), partial(ComputesGradientsByHand, in_fp32))
+def test_gradients_computed_by_hand_are_taken_in_their_own_dtype(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- what hooks see --------------------------------------------------------------------------------------------------
+
+
+class SeesGradients(UserCode):
+    """Notes dtypes and copies of gradients in each hook from `on_after_backward` on."""
+
+    num_batches = 4
+
+    def __init__(self, accumulate=1, make_optimizer=None):
+        super().__init__()
+        self.make_optimizer = make_optimizer
+        self.settings = {"accumulate_grad_batches": accumulate}
+
+    def look(self, moment):
+        self.outcome.facts[f"dtypes of gradients {moment}"] = dtypes_of_gradients(self)
+        self.outcome.readings[f"gradients {moment}"].extend(copies_of_gradients(self))
+
+    def on_after_backward(self):
+        self.look("after backward")
+        self.outcome.facts["dtypes of parameters after backward"] = dtypes_of_parameters(self)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.look("before the step")
+        self.outcome.facts["dtypes of parameters before the step"] = dtypes_of_parameters(self)
+
+    def on_train_batch_end(self, *args):
+        self.look("after the batch")
+        self.outcome.facts["dtypes of parameters after the batch"] = dtypes_of_parameters(self)
+
+    def on_train_batch_start(self, *args):
+        self.look("before the next batch")
+
+    def on_before_zero_grad(self, optimizer):
+        self.look("before they are zeroed")
+
+    def configure_optimizers(self):
+        if self.make_optimizer is None:
+            return super().configure_optimizers()
+        return self.make_optimizer(self.parameters())
+
+
+class LooksAfterTheStepOnly(UserCode):
+    """Logs gradients in `on_train_batch_end`: no earlier hook tells that somebody will look."""
+
+    def __init__(self, make_optimizer):
+        super().__init__()
+        self.make_optimizer = make_optimizer
+
+    def on_train_batch_end(self, *args):
+        self.outcome.facts["dtypes of gradients"] = dtypes_of_gradients(self)
+        self.outcome.readings["gradients"].extend(copies_of_gradients(self))
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def fused_lars(parameters):
+    return LARS(parameters, lr=1.0, fused=True)
+
+
+def fused_lamb(parameters):
+    return LAMB(parameters, lr=0.01, fused=True)
+
+
+@in_half_precision()
+@code_of_users(
+    SeesGradients,
+    partial(SeesGradients, 2),
+    partial(SeesGradients, 1, fused_lars),
+    partial(LooksAfterTheStepOnly, sgd),
+    partial(LooksAfterTheStepOnly, fused_lars),
+    partial(LooksAfterTheStepOnly, fused_lamb),
+)
+def test_every_hook_after_backward_sees_fp32_unscaled_gradients(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+class HooksOnParameters(UserCode):
+    """Hooks of tensors, set in the constructor and when training starts, one of which is removed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = {"gradient": 0, "accumulated": 0, "later": 0}
+        self.net[0].weight.register_hook(self.halve)
+        self.net[2].weight.register_post_accumulate_grad_hook(self.count_accumulated)
+
+    def halve(self, gradient):
+        self.num_calls["gradient"] += 1
+        return gradient * 0.5
+
+    def count_accumulated(self, parameter):
+        self.num_calls["accumulated"] += 1
+
+    def count_later(self, gradient):
+        self.num_calls["later"] += 1
+
+    def on_train_start(self):
+        self.handle = self.net[0].bias.register_hook(self.count_later)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.handle.remove()
+
+    def on_train_end(self):
+        self.outcome.facts["calls"] = self.num_calls
+
+
+@in_half_precision()
+@code_of_users(HooksOnParameters)
+def test_hooks_on_parameters_run_once_in_each_backward(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
+
+
+# ---- manual optimization ---------------------------------------------------------------------------------------------
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity, with a backward that fails as one that runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the sample is bad")
+
+
+class AccumulatesByHand(Manual):
+    """Sums up the gradients of three micro-batches, and averages over ranks in the last one."""
+
+    def training_step(self, batch, batch_idx):
+        is_last = batch_idx % 3 == 2
+        context = nullcontext() if is_last else self.trainer.strategy.block_backward_sync()
+        with context:
+            self.backward_of(self.noted_loss(batch) / 3, batch_idx)
+        if is_last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def backward_of(self, loss, batch_idx):
+        self.manual_backward(loss)
+
+
+class CatchesAnErrorWithinAStep(AccumulatesByHand):
+    """Drops the micro-batches so far where the backward of one fails."""
+
+    def backward_of(self, loss, batch_idx):
+        if batch_idx % 3 != 1:
+            self.manual_backward(loss)
+            return
+        with pytest.raises(RuntimeError, match="the sample is bad"):
+            self.manual_backward(FailsInBackward.apply(loss))
+        self.optimizers().zero_grad()
+
+
+class CatchesAnErrorOnOneRank(CatchesAnErrorWithinAStep):
+    def backward_of(self, loss, batch_idx):
+        if is_on_last_rank():
+            super().backward_of(loss, batch_idx)
+        else:
+            self.manual_backward(loss)
+
+
+class CatchesAnErrorAndKeepsTheRest(CatchesAnErrorWithinAStep):
+    """Goes without the failed micro-batch, with the gradients of the others."""
+
+    def backward_of(self, loss, batch_idx):
+        if batch_idx % 3 != 1:
+            self.manual_backward(loss)
+            return
+        with pytest.raises(RuntimeError, match="the sample is bad"):
+            self.manual_backward(FailsInBackward.apply(loss))
+
+
+class CatchesAnErrorOfTheWholeStep(Manual):
+    """Skips a batch whose backward fails on all ranks."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 1:
+            super().training_step(batch, batch_idx)
+            return
+        self.optimizers().zero_grad()
+        with pytest.raises(RuntimeError, match="the sample is bad"):
+            self.manual_backward(FailsInBackward.apply(self.noted_loss(batch)))
+
+
+class StaticGraphByHand(Manual):
+    ddp_options = {"static_graph": True}
+
+
+class SeesGradientsByHand(Manual):
+    """Reads, clips and logs gradients right after `manual_backward`, within `training_step`."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.noted_loss(batch)
+        for _ in range(2):
+            self.manual_backward(0.5 * loss, retain_graph=True)
+            self.outcome.facts["dtypes of gradients"] = dtypes_of_gradients(self)
+            self.outcome.readings["gradients"].extend(copies_of_gradients(self))
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.outcome.readings["norm"].append(norm.detach().clone())
+        optimizer.step()
+        self.outcome.readings["gradients after the step"].extend(copies_of_gradients(self))
+
+
+@in_half_precision()
+@code_of_users(
+    AccumulatesByHand,
+    CatchesAnErrorWithinAStep,
+    CatchesAnErrorOnOneRank,
+    CatchesAnErrorAndKeepsTheRest,
+    CatchesAnErrorOfTheWholeStep,
+    StaticGraphByHand,
+    SeesGradientsByHand,
+)
+def test_manual_optimization_steps_with_the_gradients_of_its_backwards(comparison, user_code, world_size, precision):
+    comparison.assert_as_under_ddp(user_code, world_size, precision)
