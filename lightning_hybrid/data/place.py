@@ -44,15 +44,18 @@ class PlaceIterator(Iterator[Any]):
     def __init__(self, loader: HasPlace) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = None
-        # The iterator that Lightning or the user holds. A prefetcher that stands in between puts its own here.
-        self.holder: Iterator[Any] = self
+        # A prefetcher puts its own iterator here, which Lightning or the user holds in place of this one. The first
+        # batch takes it away again: of iterators that hold each other the workers would live on.
+        self.holder: Iterator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None}
 
     def __next__(self) -> Any:
         if self._batches is None:
-            if self._loader.is_read_by_training(self.holder):
+            holder = self if self.holder is None else self.holder
+            self.holder = None
+            if self._loader.is_read_by_training(holder):
                 self._batches = self._loader.rest_of_epoch()
             else:
                 self._batches = self._loader.plain_pass()
