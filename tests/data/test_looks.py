@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,7 +155,8 @@ def test_every_image_is_read_around_the_end_of_a_fit_and_after_it():
     trainer = toy.trainer(max_steps=3, callbacks=[callback])
     trainer.fit(Module(), DataLoader(range(16), 2, shuffle=True))
     callback.note("after the fit", trainer)
-    assert callback.read == dict.fromkeys(("on_train_end", "on_fit_end", "teardown", "after the fit"), list(range(16)))
+    hooks = ("on_train_end", "on_fit_end", "teardown", "after the fit")
+    assert callback.read == {hook: list(range(16)) for hook in hooks}
 
 
 def test_an_iterator_that_a_module_holds_next_to_the_loop_reads_its_own_pass():
@@ -173,7 +174,7 @@ def test_an_iterator_that_a_module_holds_next_to_the_loop_reads_its_own_pass():
     module = Holds()
     toy.trainer(max_epochs=1).fit(module, DataLoader(range(16), 2, shuffle=True))
     for images in (module.images, module.second_images):
-        assert sorted(sum(images, [])) == list(range(16))
+        assert sorted(chain(*images)) == list(range(16))
 
 
 def test_a_look_while_the_loader_is_made_for_a_schedule_leaves_the_resumed_order(tmp_path):
@@ -210,7 +211,7 @@ def test_a_look_at_the_users_own_combined_loader_leaves_training_as_it_was():
 
     module = Pair()
     toy.trainer(max_epochs=1).fit(module, combined)
-    assert sorted(sum(module.images, [])) == list(range(8))
+    assert sorted(chain(*module.images)) == list(range(8))
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
