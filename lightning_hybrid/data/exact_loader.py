@@ -62,7 +62,8 @@ class ExactLoader(DataLoader[Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Workers that are not forked receive the loader with a `collate_fn` that is a method of it.
-        return self.exact_resume.without_resume().__reduce_ex__(protocol)
+        # The derived class is not in any module, where unpickling would look for it.
+        return _unpickled, (self.exact_resume.without_resume(),)
 
     def __copy__(self) -> Any:
         copied = object.__new__(type(self))
@@ -74,3 +75,7 @@ class ExactLoader(DataLoader[Any]):
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
+
+
+def _unpickled(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return loader
