@@ -6,8 +6,8 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import data
@@ -15,9 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_hybrid.data.random_streams import SeededIndex, streams_of
-
-if TYPE_CHECKING:
-    from lightning_hybrid.data.exact_resume import ExactResume
+from lightning_hybrid.data.training_pass import TrainingPass
 
 # Purposes of random numbers, which are a part of their seed.
 START, ITER, ORDER, CONTENT, LOOK = range(5)
@@ -93,15 +91,36 @@ def _chain_of(sampler: Any) -> list[Any]:
     return chain
 
 
+class FollowsOrder(Protocol):
+    """Follows the order of a loader: it knows the place, seeds random numbers and compares checksums."""
+
+    loader: Any
+    traits: SamplerTraits
+    is_stream: bool
+    current: TrainingPass
+
+    def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
+        """Return the numbers that seed the global streams for a purpose."""
+
+    def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
+        """Return the context in which the global streams are seeded for a purpose."""
+
+    def compare(self, batch_number: int, checksum: int | None) -> None:
+        """Compare the order so far with the interrupted run's."""
+
+    def compare_end_of_order(self) -> None:
+        """Refuse an order that ends too early."""
+
+
 class IndexLists:
     """Stand-in for the sampler, or batch sampler, in the copy of its loader.
 
     Args:
         sampler: The user's.
-        resume: Knows the place, seeds random numbers and compares checksums.
+        resume: Follows the order.
     """
 
-    def __init__(self, sampler: Any, resume: ExactResume) -> None:
+    def __init__(self, sampler: Any, resume: FollowsOrder) -> None:
         vars(self).update(_sampler=sampler, _resume=resume)
 
     def __iter__(self) -> Iterator[Any]:

@@ -35,7 +35,7 @@ class PlaceIterator(Iterator[Any]):
     """Iterator over a loader with a place: the rest of the epoch for the training loop, a plain pass for user code.
 
     The iterator begins with its first batch, because Lightning makes iterators before it knows the epoch. A copy begins
-    anew, as Lightning leaves iterators of torch's loaders out of its own copies.
+    again, as Lightning leaves iterators of torch's loaders out of its own copies.
 
     Args:
         loader: The loader with a place.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.strategy.arguments import user_moves_batches
 from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
+from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
 # Imported in functions: their package brings loaders of our own.
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class TrainingLoaders:
         return combined is not None and any(hasattr(loader, "bind_trainer") for loader in combined.flattened)
 
     def _refuse_replaced_loaders(self) -> None:
-        """Refuse training loaders that stand around ours: it could not be seen who reads."""
+        """Refuse loaders that stand around those of `process`, because nothing would show who reads."""
         fit = self._trainer.fit_loop
         loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
         for loader in loaders:
@@ -338,90 +338,3 @@ class TrainingLoaders:
         if self._states and "combined_loader" in loop:
             others = iter(loop["combined_loader"])
             loop["combined_loader"] = [next(others) if state is None else state for state in self._states]
-
-
-def states_of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
-    """Return these states with `own` of all ranks, None for a loader that keeps its state by itself.
-
-    Collective, unless `is_alone`: every rank must call it, with as many states.
-    """
-    own = (rank, [state.get("own") for state in states])
-    gathered: list[Any] = [own]
-    if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-
-    states_to_save: list[dict[str, Any] | None] = []
-    for index, state in enumerate(states):
-        if "own" not in state:
-            states_to_save.append(None)
-            continue
-        of_ranks = {other_rank: own_states[index] for other_rank, own_states in gathered}
-        states_to_save.append({**state, "own": None, "of_ranks": of_ranks})
-    return states_to_save
-
-
-@dataclass
-class LoopReader:
-    """Reader in a user's own loop: each iteration is an epoch, and the first continues from the loaded state."""
-
-    rank: int
-    world_size: int
-    seed: int
-    accumulate_grad_batches: int = 1
-    sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
-
-    def is_reading(self, holder: Iterator[Any]) -> bool:
-        """Return True: all iterators are the user's."""
-        return True
-
-    def is_within_training(self) -> bool:
-        """Return True: only the user knows."""
-        return True
-
-    def place_of(self, resume: ExactResume) -> Place:
-        """Return the next epoch, or the rest of the one that was saved."""
-        from lightning_hybrid.data.place import Place
-
-        state = resume.loaded
-        if state is None:
-            return Place(resume.current.place.epoch + 1)
-        if state["is_over"]:
-            return Place(state["epoch"] + 1)
-        batches_done = resume.batches_after(state["batches"])
-        length = resume.length
-        if length is not None and batches_done >= length:
-            return Place(state["epoch"] + 1)
-        return Place(state["epoch"], 0, batches_done)
-
-
-class LoopLoaders:
-    """Loaders of a Fabric, and their states in the checkpoints that it saves.
-
-    Args:
-        exact_resume: Whether a user's own `DataLoader` resumes exactly.
-    """
-
-    def __init__(self, exact_resume: bool) -> None:
-        self._is_on = exact_resume
-        self._num_loaders = 0
-
-    def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return the loader that the user iterates over in place of `loader`."""
-        from lightning_hybrid.data.exact_loader import can_be_exact, exact
-
-        if not self._is_on or not can_be_exact(loader):
-            return loader
-        exact_loader = exact(loader, LoopReader(rank, world_size, torch.initial_seed()))
-        exact_loader.exact_resume.number = self._num_loaders
-        self._num_loaders += 1
-        return exact_loader
-
-    def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a state with the states of all ranks in the place of each loader. Collective, if there is one."""
-        with_states: dict[str, Any] = {}
-        for name, value in state.items():
-            if hasattr(value, "exact_resume"):
-                value = states_of_all_ranks([value.state_dict()], rank, is_alone=False)[0]
-            with_states[name] = value
-        return with_states
