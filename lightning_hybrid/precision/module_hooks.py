@@ -131,8 +131,7 @@ class ModuleHooks:
             pair = None if parameter is None else self._window.pair_of(parameter)
             # With `keep_vars=True` the parameter is itself there.
             if pair is not None and state.get(prefix + name, parameter) is not parameter:
-                pair.take_writes_()
-                state[prefix + name] = pair.fp32.detach()
+                state[prefix + name] = pair.shown_in_fp32()
 
     def _take_fp32(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         if not self._window.is_open:

@@ -211,9 +211,21 @@ class ParameterPair:
 
     # ---- copies made inside of a step ------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def shown_in_fp32(self) -> Tensor:
+        """Return the value that is shown inside of a step, with all fp32 digits of elements that were not written.
+
+        Nothing is taken over: what user code writes for a moment and puts back leaves the fp32 value as it was.
+        """
+        self.check_dtype()
+        fp32 = self.fp32.detach()
+        if self.is_written_as_fp32 or self.is_exact_cast():
+            return fp32
+        half = self.half.detach()
+        return torch.where(raw_bits(fp32.to(self.dtype)) == raw_bits(half), fp32, half.float())
+
     def _fp32_copy(self) -> nn.Parameter:
-        self.take_writes_()
-        value = self.fp32.detach().clone(memory_format=torch.preserve_format)
+        value = self.shown_in_fp32().clone(memory_format=torch.preserve_format)
         return nn.Parameter(value, requires_grad=self.parameter.requires_grad)
 
     def _deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:

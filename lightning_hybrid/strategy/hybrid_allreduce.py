@@ -399,13 +399,9 @@ class HybridAllReduce(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state. Collective where an extension makes it so."""
-        reading = nullcontext() if self._extensions is None else self._extensions.reading_module()
-        with self._outside_of_steps(), reading:
+        # Inside of a step, where user code may save as well, state dicts hold fp32 values.
+        with nullcontext() if self._extensions is None else self._extensions.reading_module():
             return super().lightning_module_state_dict()
-
-    def _outside_of_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters are fp32, also where user code saves from inside of a step."""
-        return nullcontext() if self._window is None else self._window.shut()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
