@@ -86,7 +86,7 @@ class ExactResume:
         self.has_state = False  # of the interrupted run
         self.has_begun = False
         self.current = TrainingPass(Place(-1))
-        self._user_loader = user_loader
+        self.user_loader = user_loader
         self._has_ended_once = False
         self._num_looks = 0
         self._batches_of_epoch = 0  # over all cycles
@@ -97,7 +97,7 @@ class ExactResume:
 
     def without_resume(self) -> DataLoader[Any]:
         """Return a loader of the user's class, with the attributes that its own methods have changed."""
-        plain = copy_of_loader(self._user_loader)
+        plain = copy_of_loader(self.user_loader)
         for name, value in vars(self.loader).items():
             is_replaced = name in ("exact_resume", "sampler", "batch_sampler", "_iterator")
             if not is_replaced and not is_bound_to(self.loader, value):
@@ -188,7 +188,7 @@ class ExactResume:
             if self._keeper is not None:
                 return counts
             return f"it reads the batches before the checkpoint again, because its state is out of reach, and {counts}"
-        loader = self._user_loader
+        loader = self.user_loader
         names = stream_names(loader.dataset, loader.collate_fn, loader.worker_init_fn)
         if names:
             listed = ", ".join(f"`{name}`" for name in names)
@@ -225,7 +225,7 @@ class ExactResume:
         """Begin an iteration over all batches, which moves nothing."""
         self._num_looks += 1
         words = (self.reader.seed % 2**64, self.number, self._num_looks, LOOK, self.reader.rank)
-        return plain_pass(self._user_loader, *words, is_training=self.reader.is_within_training())
+        return plain_pass(self.user_loader, *words, is_training=self.reader.is_within_training())
 
     def rest_of_epoch(self) -> Iterator[Any]:
         """Begin the training loop's iteration, at the place that the reader says."""

@@ -233,3 +233,12 @@ def prefetch(
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     kind = StatefulDevicePrefetcher if has_state else DevicePrefetcher
     return kind(loader, device, compute_dtype, is_training)
+
+
+def unwrapped(loader: Any) -> Any:
+    """Return the loader that a user gave, if `loader` is the one of a fit before: it belongs to that fit's trainer."""
+    if isinstance(loader, DevicePrefetcher):
+        loader = loader._loader
+    if hasattr(loader, "exact_resume"):
+        loader = loader.exact_resume.user_loader
+    return loader

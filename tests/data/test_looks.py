@@ -324,6 +324,40 @@ def test_a_look_at_a_stream_leaves_the_counts_of_the_data_set():
     assert stream.num_given == 16
 
 
+class MovesBatches(Module):
+    """Moves batches by a hook of its own, so that no prefetcher stands around the loader."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        next(iter(self.trainer.train_dataloader))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_allreduce", "ddp"])
+def test_looks_without_a_prefetcher_leave_training_as_it_was(strategy):
+    module = MovesBatches()
+    trainer = toy.trainer(max_epochs=1, strategy=strategy)
+    loader = Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=5), trainer=trainer)
+    trainer.fit(module, loader)
+    assert sorted(chain(*module.images)) == list(range(32))
+    module = MovesBatches()
+    toy.trainer(max_epochs=1).fit(module, DataLoader(range(32), 4, shuffle=True))
+    assert sorted(chain(*module.images)) == list(range(32))
+
+
+def test_the_loader_of_a_fit_can_be_given_to_another_one(tmp_path):
+    """`trainer.train_dataloader` belongs to its trainer, and the next one resumes from its own place."""
+    first = toy.trainer(max_epochs=1)
+    first.fit(Module(), DataLoader(range(16), 2, shuffle=True))
+    whole = Module()
+    toy.trainer(max_epochs=1, callbacks=[Saves(str(tmp_path), [3])]).fit(whole, first.train_dataloader)
+    resumed = Module()
+    toy.trainer(max_epochs=1).fit(resumed, first.train_dataloader, ckpt_path=f"{tmp_path}/3.ckpt")
+    assert sorted(chain(*whole.images)) == list(range(16))
+    assert resumed.images == whole.images[3:]
+
+
 def test_two_looks_draw_other_numbers_and_leave_the_global_streams_as_they_were():
     drawn: list[Any] = []
 

@@ -44,6 +44,7 @@ class TrainingLoaders:
         self._processed: list[Any] = []  # until training starts
         self._start: Place | None = None
         self._accumulated_before = 1
+        self._has_loader_of_data = False
         self._has_started = False
         self._has_warned = False
 
@@ -55,6 +56,7 @@ class TrainingLoaders:
         self.seed = torch.initial_seed()
         self._processed = []
         self._start = None
+        self._has_loader_of_data = False
         self._has_started = False
         self._has_warned = False
         self._separate_combined_loader()
@@ -92,15 +94,18 @@ class TrainingLoaders:
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.place import IteratorsOfTraining
-        from lightning_hybrid.data.prefetch import prefetch
+        from lightning_hybrid.data.prefetch import prefetch, unwrapped
 
         trainer = module.trainer
+        is_of_fit = trainer.state.fn == "fit" and trainer.training
+        if is_of_fit:
+            loader = unwrapped(loader)
         if hasattr(loader, "bind_trainer"):  # one of `data`, which resumes where the trainer's counters are
             loader.bind_trainer(trainer)
+            self._has_loader_of_data = is_of_fit and elastic is None
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         moves_batches = user_moves_batches(module)
-        is_of_fit = trainer.state.fn == "fit" and trainer.training
         if elastic is not None and is_of_fit:
 
             def prepare(shard: Any) -> Any:
@@ -209,13 +214,12 @@ class TrainingLoaders:
                 if resume.loaded is not None:
                     self._accumulated_before = int(resume.loaded["accumulate_grad_batches"])
             resumed = resumed_place(self._trainer, accumulate_grad_batches_before=self._accumulated_before)
-            if resumed.batches_done:
-                self._set_accumulation_of(resumed.epoch)
+            self._set_accumulation_of(resumed.epoch)
             self._start = Place(resumed.epoch, batches=self._batches_after(resumed))
         return self._start
 
     def _set_accumulation_of(self, epoch: int) -> None:
-        """Let `GradientAccumulationScheduler` act: it does so where an epoch starts, and this one started before."""
+        """Let `GradientAccumulationScheduler` act, which it does when an epoch starts: this one may have started."""
         for callback in self._trainer.callbacks:
             if isinstance(callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")):
                 self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
@@ -266,14 +270,10 @@ class TrainingLoaders:
                 fit._last_train_dl_reload_epoch = start.epoch - start.epoch % every
             self._warn_without_state(start)
             self._warn()
-        elif self._has_loader_of_data():
+        elif self._has_loader_of_data:
             goes_on_in_epoch(trainer)
         if self._is_on:
             warn_of_skipped_epoch_start(trainer)
-
-    def _has_loader_of_data(self) -> bool:
-        combined = self._trainer.fit_loop._combined_loader
-        return combined is not None and any(hasattr(loader, "bind_trainer") for loader in combined.flattened)
 
     def _refuse_replaced_loaders(self) -> None:
         """Refuse loaders that stand around those of `process`, because nothing would show who reads."""
