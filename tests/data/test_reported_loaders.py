@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_hybrid.data import EpochOrder, ResumableLoader
 from lightning_hybrid.data.exact_loader import exact
@@ -352,3 +352,35 @@ def test_every_image_of_the_first_epoch_is_read_once_over_a_stop(tmp_path):
     fit(resumed, DataLoader(range(16), 2, shuffle=True), ckpt_path=f"{tmp_path}/3.ckpt", max_epochs=1)
     images = [images for _, images in [*whole.read[:3], *resumed.read]]
     assert sorted(chain(*images)) == list(range(16))
+
+
+def test_a_schedule_of_the_accumulation_makes_the_steps_that_are_left(tmp_path):
+    """The second epoch has two batches in a step, and the checkpoint is from the middle of its second step."""
+
+    def run(**options: Any) -> list[Any]:
+        module = Net()
+        fit(module, DataLoader(range(32), 4, shuffle=True), GradientAccumulationScheduler({0: 1, 1: 2}), **options)
+        return module.read
+
+    whole = run(folder=tmp_path)
+    assert run(ckpt_path=f"{tmp_path}/11.ckpt") == whole[10:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(32))
+
+
+def test_a_stream_resumes_after_whole_steps_of_the_interrupted_run(tmp_path):
+    """It is read before training starts, when the accumulation of that run must be known already."""
+
+    def run(accumulate: int, **options: Any) -> list[Any]:
+        module = Net()
+        fit(module, DataLoader(Stream(), 4), accumulate_grad_batches=accumulate, **options)
+        return [images for _, images in module.read]
+
+    whole = run(2, folder=tmp_path)
+    for accumulate in (2, 1):
+        assert run(accumulate, ckpt_path=f"{tmp_path}/3.ckpt") == whole[2:]
+    text = toy.error_of(run, 4, ckpt_path=f"{tmp_path}/3.ckpt")
+    assert "`accumulate_grad_batches` (=4) must divide the 2 batches of the epoch that are done" in text
