@@ -1,24 +1,25 @@
-"""Losses over the pairs of all ranks: blocks that every rank shows every other, and sums by a fixed tree."""
+"""Exchange between the ranks whose pairs make a global batch, and sums in a fixed order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from lightning_hybrid.checks import require_whole
+from torch import Tensor
 
 Value = TypeVar("Value")
 
 
 class TreeSum(Generic[Value]):
-    """The sum of a sequence by a binary tree, of which only one branch for each level is kept.
+    """Sum of a sequence by a binary tree, of which only one branch for each level is kept.
 
-    Of 2^k terms it is `((x0 + x1) + (x2 + x3)) + ...`: the same bits whether one rank adds all of them, or several add
-    2^j neighbours each and then their sums. `add` must be commutative to the bit.
+    The sum of 2^k terms is `((x0 + x1) + (x2 + x3)) + ...`. It has the same bits whether one rank adds all of them, or
+    several ranks add 2^j neighbours each and then their sums.
+
+    Args:
+        add: adds two values. It must be commutative to the bit.
 
     >>> tree = TreeSum(lambda a, b: f"({a}+{b})")
     >>> for term in "abcd":
@@ -29,18 +30,19 @@ class TreeSum(Generic[Value]):
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         self._add = add
-        self._branches: list[tuple[int, Value]] = []  # level, sum; levels fall
+        self._branches: list[tuple[int, Value]] = []  # level and sum; levels fall
 
     @property
-    def is_begun(self) -> bool:
-        """Whether there is a term."""
-        return bool(self._branches)
+    def is_empty(self) -> bool:
+        """True before the first term."""
+        return not self._branches
 
     def push(self, term: Value) -> None:
         """Add a term."""
         level = 0
         while self._branches and self._branches[-1][0] == level:
-            term = self._add(self._branches.pop()[1], term)
+            _, branch = self._branches.pop()
+            term = self._add(branch, term)
             level += 1
         self._branches.append((level, term))
 
@@ -52,119 +54,115 @@ class TreeSum(Generic[Value]):
         return total
 
 
-class Peers:
-    """The ranks whose batches make the global one, in a group of their own; one rank alone where there is none.
+def tree_sums(count: int) -> list[TreeSum[Tensor]]:
+    """Return empty sums of tensors."""
+    return [TreeSum[Tensor](torch.add) for _ in range(count)]
 
-    In round k a rank meets `rank XOR k`, where the number of ranks is a power of two: a sum over rounds by `TreeSum`
-    then has the same bits on all ranks, and on 1, 2, 4, ... ranks. Else it meets `rank + k`, and has not.
+
+def tree_sum(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors by a tree."""
+    tree = TreeSum[Tensor](torch.add)
+    for term in terms:
+        tree.push(term)
+    return tree.total()
+
+
+class Peers:
+    """Ranks that share a global batch, in a process group of their own; or one process without a group.
+
+    In round k a rank exchanges tensors with `rank XOR k` if the number of ranks is a power of two. A sum over rounds by
+    `TreeSum` then has the same bits on all ranks, and on 1, 2, 4, ... ranks. For other numbers of ranks it sends to
+    `rank + k`, and bits may differ.
+
+    Args:
+        world: the default process group, or None.
     """
 
     def __init__(self, world: Any) -> None:
-        self.of = world
-        # Of their own: another thread may have sums of gradients under way in the default group, in any order.
-        self._group: Any = None if self.of is None else dist.new_group(group_desc="contrastive")
-        self.rank, self.size = (0, 1) if self.of is None else (dist.get_rank(), dist.get_world_size())
+        self.world = world
+        self.rank = 0
+        self.size = 1
+        self._group: Any = None
+        if world is not None:
+            # A separate group: in the default one another thread may reduce gradients now, in any order.
+            self._group = dist.new_group(group_desc="contrastive")
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether bits are those of one rank."""
+        """True if sums have the bits of one rank."""
         return self.size & (self.size - 1) == 0
 
     def check_same(self, sizes: Sequence[int], *, device: torch.device) -> None:
-        """Refuse other shapes on other ranks. Collective.
+        """Check that all ranks have embeddings of one shape. Collective: every rank must call it.
 
         Raises:
-            ValueError: On every rank, with the same words.
+            ValueError: on every rank, with the same message.
         """
-        own = torch.tensor(sizes, device=device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        if self.size == 1:
+            return
+        sizes_here = torch.tensor(sizes, device=device)
+        sizes_by_rank = [torch.empty_like(sizes_here) for _ in range(self.size)]
+        dist.all_gather(sizes_by_rank, sizes_here, group=self._group)
+        if all(torch.equal(sizes_there, sizes_here) for sizes_there in sizes_by_rank):
+            return
+        shapes = ", ".join("x".join(map(str, sizes_there.tolist())) for sizes_there in sizes_by_rank)
+        raise ValueError(
+            f"the embeddings of all ranks must have one shape, and have {shapes}: the global batch is made of equal "
+            "shares. Set drop_last=True in the loader."
+        )
+
+    def rounds(self, tensors: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
+        """Yield the tensors of each rank, this one's first, and whether they are this one's. Collective.
+
+        The next round is in transit while the current one is worked on. A rank sends (size - 1) times the bytes of
+        `tensors`. What is yielded is overwritten two rounds later.
+        """
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        buffers = []
+        for _ in range(min(2, self.size - 1)):
+            buffers.append(tuple(torch.empty_like(tensor) for tensor in tensors))
+
+        requests = []
         if self.size > 1:
-            dist.all_gather(found, own, group=self._group)
-            if any(not torch.equal(one, own) for one in found):
-                shapes = ", ".join("x".join(map(str, one.tolist())) for one in found)
-                raise ValueError(
-                    f"the embeddings of all ranks must have one shape, and have {shapes}: the global batch is made of "
-                    "equal shares. Set drop_last=True in the loader."
-                )
-
-    def rounds(self, own: Sequence[Tensor]) -> Iterator[tuple[bool, tuple[Tensor, ...]]]:
-        """Yield each rank's tensors, this one's first, and whether they are this one's. Collective.
-
-        One round is on its way while the one before is worked on; (size - 1) x bytes of `own` are sent. What is
-        yielded is written over two rounds later.
-        """
-        own = tuple(one.contiguous() for one in own)
-        buffers = [tuple(map(torch.empty_like, own)) for _ in range(min(2, self.size - 1))]
-        coming = self._meet(1, own, buffers[0]) if self.size > 1 else []
-        yield True, own
+            requests = self._exchange(1, tensors, buffers[0])
+        yield True, tensors
         for k in range(1, self.size):
-            for work in coming:
-                work.wait()
+            for request in requests:
+                request.wait()
             if k + 1 < self.size:
-                coming = self._meet(k + 1, own, buffers[k % 2])
+                requests = self._exchange(k + 1, tensors, buffers[k % 2])
             yield False, buffers[(k - 1) % 2]
 
-    def _meet(self, k: int, own: Sequence[Tensor], into: Sequence[Tensor]) -> list[Any]:
-        to = self.rank ^ k if self.is_power_of_two else (self.rank + k) % self.size
-        source = self.rank ^ k if self.is_power_of_two else (self.rank - k) % self.size
-        operations = [dist.P2POp(dist.isend, one, to, self._group, tag=i) for i, one in enumerate(own)]
-        operations += [dist.P2POp(dist.irecv, one, source, self._group, tag=i) for i, one in enumerate(into)]
+    def _exchange(self, k: int, tensors: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        if self.is_power_of_two:
+            destination = self.rank ^ k
+            source = destination
+        else:
+            destination = (self.rank + k) % self.size
+            source = (self.rank - k) % self.size
+        operations = []
+        for tag, tensor in enumerate(tensors):
+            operations.append(dist.P2POp(dist.isend, tensor, destination, self._group, tag=tag))
+        for tag, tensor in enumerate(received):
+            operations.append(dist.P2POp(dist.irecv, tensor, source, self._group, tag=tag))
         return dist.batch_isend_irecv(operations)
 
-    def sum(self, own: Tensor) -> Tensor:
-        """Return the sum over ranks, the same bits on all; on 2^k ranks by the tree of `TreeSum`. Collective."""
-        total = own.clone()
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, with the same bits on all. Collective.
+
+        On 2^k ranks it is added by the tree of `TreeSum`.
+        """
+        total = tensor.clone()
         if not self.is_power_of_two:
             dist.all_reduce(total, group=self._group)
             return total
-        theirs, k = torch.empty_like(total), 1
+        received = torch.empty_like(total)
+        k = 1
         while k < self.size:
-            for work in self._meet(k, [total], [theirs]):
-                work.wait()
-            total = total + theirs
+            for request in self._exchange(k, [total], [received]):
+                request.wait()
+            total = total + received
             k *= 2
         return total
-
-
-class PairLoss(nn.Module):
-    """A loss of two views `"pairs features"`: row i of one belongs to row i of the other.
-
-    Every rank must call it, with as many pairs. Computed in fp32, or in fp64 where that is given.
-
-    Args:
-        block: rows of a block; memory grows with its square, and bits are those of this block.
-
-    Raises:
-        ValueError: in forward: the views differ in shape, are no matrices, or have other shapes on other ranks.
-    """
-
-    couples_the_batch: bool = True  # gradients of losses of its parts do not add up to that of the batch
-
-    def __init__(self, *, block: int = 256) -> None:
-        super().__init__()
-        require_whole("block", block, "rows of a block of pairs")
-        self.block = block
-        self._peers: Peers | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_peers": None}  # a group of processes is of this run alone
-
-    def peers(self) -> Peers:
-        """Return the ranks of the run. Collective at its first call, and at the first of another run."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._peers is None or self._peers.of is not world:
-            self._peers = Peers(world)
-        return self._peers
-
-    def checked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both views in fp32 or fp64, once it is sure that all ranks have the same shape."""
-        is_pair = a.dim() == 2 and a.shape == b.shape and len(a) > 0
-        # Before this rank raises: the others would wait for its answer.
-        self.peers().check_same(a.shape if is_pair else (0, 0), device=a.device)
-        if not is_pair:
-            raise ValueError(
-                f"`a` and `b` (of shapes {tuple(a.shape)} and {tuple(b.shape)}) must be two matrices of one shape, "
-                "pairs x features: row i of one belongs to row i of the other."
-            )
-        dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
-        return a.to(dtype), b.to(dtype)

@@ -1,4 +1,4 @@
-"""The index lists of an `ExactLoader`: drawn from the user's sampler, with a checksum, and left out up to a place."""
+"""Index lists of a loader that resumes exactly: drawn from the user's sampler, checked, and skipped up to a place."""
 
 from __future__ import annotations
 
@@ -6,55 +6,159 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils import data
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightning_hybrid.data.random_streams import SeededIndex
+from lightning_hybrid.data.random_streams import SeededIndex, streams_of
+from lightning_hybrid.data.training_pass import TrainingPass
 
-START, ITER, ORDER, CONTENT = range(4)  # what random numbers are for
+# Purposes of random numbers, which are a part of their seed.
+START, ITER, ORDER, CONTENT, LOOK = range(5)
 END = object()
+
+_ORDER_FROM_EPOCH = (DistributedSampler, data.SequentialSampler)
+# These samplers draw from the global streams before their first index, and not again.
+_DRAW_AT_ONCE = (*_ORDER_FROM_EPOCH, data.RandomSampler, data.WeightedRandomSampler, data.SubsetRandomSampler)
+
+
+class SamplerTraits:
+    """Facts about the samplers of a loader that decide how its order can be restored.
+
+    Args:
+        loader: The loader, with the user's samplers.
+        world_size: Ranks that read different images.
+        rank: This rank among them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], world_size: int, rank: int) -> None:
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.samplers: list[Any] = _chain_of(sampler)
+        self.own_streams: list[Any] = streams_of([loader, *self.samplers])
+
+        image_sampler: Any = getattr(sampler, "sampler", sampler)
+        draws_by_batch = type(sampler) not in (data.BatchSampler, *_DRAW_AT_ONCE)
+        self.draws_at_once = type(image_sampler) in _DRAW_AT_ONCE and not draws_by_batch
+        self.follows_from_epoch = type(image_sampler) in _ORDER_FROM_EPOCH and not draws_by_batch
+
+        # The order that Lightning deals to any number of ranks, so that a step's images do not depend on the ranks.
+        self.dealt: tuple[Any, ...] | None = None
+        is_dealt = type(image_sampler) is DistributedSampler and not draws_by_batch and loader.batch_size is not None
+        if is_dealt and (image_sampler.num_replicas, image_sampler.rank) == (world_size, rank):
+            num_images = len(image_sampler.dataset)
+            is_cut = image_sampler.drop_last
+            self.dealt = (num_images, image_sampler.seed, image_sampler.shuffle, is_cut, loader.drop_last)
+
+    def epochs(self) -> list[int | None]:
+        """Return the epochs to which the samplers are set, None where one does not say."""
+        return [epoch_of(sampler) for sampler in self.samplers]
+
+    def set_epochs(self, epochs: list[int | None], default: int) -> None:
+        """Set the samplers to these epochs, and those that do not say theirs to `default`."""
+        for sampler, epoch in zip(self.samplers, epochs, strict=False):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(default if epoch is None else epoch)
+
+
+def epoch_of(owner: Any) -> int | None:
+    """Return the number that `owner.set_epoch` was given, if `owner` keeps it as `epoch` or `_epoch`."""
+    if not callable(getattr(owner, "set_epoch", None)):
+        return None
+    epoch = getattr(owner, "epoch", getattr(owner, "_epoch", None))
+    if isinstance(epoch, Tensor) and epoch.numel() == 1:
+        epoch = epoch.item()
+    return epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else None
+
+
+def _chain_of(sampler: Any) -> list[Any]:
+    """Return a sampler and the samplers that it draws from, also those in Lightning's wrapper of other samplers."""
+    chain: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        owner = waiting.pop(0)
+        if any(owner is known_sampler for known_sampler in chain):
+            continue
+        chain.append(owner)
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+                waiting.append(value)
+            elif name == "dataset" and hasattr(value, "_sampler"):
+                waiting.append(value._sampler)
+    return chain
+
+
+class FollowsOrder(Protocol):
+    """Follows the order of a loader: it knows the place, seeds random numbers and compares checksums."""
+
+    loader: Any
+    traits: SamplerTraits
+    is_stream: bool
+    current: TrainingPass
+
+    def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
+        """Return the numbers that seed the global streams for a purpose."""
+
+    def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
+        """Return the context in which the global streams are seeded for a purpose."""
+
+    def compare(self, batch_number: int, checksum: int | None) -> None:
+        """Compare the order so far with the interrupted run's."""
+
+    def compare_end_of_order(self) -> None:
+        """Refuse an order that ends too early."""
 
 
 class IndexLists:
-    """What stands for the sampler or batch sampler in the copy of its loader."""
+    """Stand-in for the sampler, or batch sampler, in the copy of its loader.
 
-    def __init__(self, sampler: Any, loader: Any) -> None:
-        vars(self).update(_sampler=sampler, _loader=loader)
+    Args:
+        sampler: The user's.
+        resume: Follows the order.
+    """
+
+    def __init__(self, sampler: Any, resume: FollowsOrder) -> None:
+        vars(self).update(_sampler=sampler, _resume=resume)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._loader.seeded_for(ITER):  # now: a `DataLoader` with workers makes two of these, and asks one
+        # Now, and not at the first index: a `DataLoader` with workers makes two iterators, and asks one of them.
+        with self._resume.seeded_for(ITER):
             indices = iter(self._sampler)
-        return self._rest_of(indices)
+        return self._after_place(indices)
 
-    def _rest_of(self, indices: Iterator[Any]) -> Iterator[Any]:
-        owner, number, checksum = self._loader, 0, 0
+    def _after_place(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield the index lists after the place of the resume; those before it are drawn, checked and dropped."""
+        resume = self._resume
+        batch_number = 0
+        checksum = 0
         while True:
-            is_drawn = owner.is_stream or (number > 0 and owner.draws_at_once)
-            with nullcontext() if is_drawn else owner.seeded_for(ORDER, number):
+            draws_nothing = resume.is_stream or (batch_number > 0 and resume.traits.draws_at_once)
+            with nullcontext() if draws_nothing else resume.seeded_for(ORDER, batch_number):
                 index = next(indices, END)
             if index is END:
-                if owner.expected is not None:  # it ends too early
-                    owner.compare(owner.expected[0], None)
+                resume.compare_end_of_order()
                 return
-            words, number = owner.words(CONTENT, number), number + 1
-            if not owner.is_stream:
+
+            words = resume.words(CONTENT, batch_number)
+            batch_number += 1
+            if not resume.is_stream:
                 checksum = _checksum_of_index(index, checksum)
-                owner.compare(number, checksum)
-                if number <= owner.place.batches:
-                    owner.checksum = checksum
+                resume.compare(batch_number, checksum)
+                if batch_number <= resume.current.place.batches:
+                    resume.current.checksum = checksum
                     continue
-                owner.checksums.append(checksum)
-            yield SeededIndex(index, words) if owner.num_workers else index
+                resume.current.pending_checksums.append(checksum)
+            yield SeededIndex(index, words) if resume.loader.num_workers else index
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_sampler", "_loader"):  # copying asks before there is one
-            raise AttributeError(name)
+        if name.startswith("__") or name in ("_sampler", "_resume"):
+            raise AttributeError(name)  # copying asks before there is one
         return getattr(self._sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,13 +166,22 @@ class IndexLists:
 
 
 def _checksum_of_index(index: Any, before: int) -> int:
+    """Return the checksum of all index lists up to this one."""
+    numbers = index if isinstance(index, list | tuple) else [index]
     try:
-        return zlib.crc32(array("q", index if isinstance(index, list | tuple) else [index]), before)
-    except (TypeError, OverflowError):  # keys; objects without a `repr` of their own show where they lie
-        return zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", repr(index)).encode(), before)
+        return zlib.crc32(array("q", numbers), before)
+    except (TypeError, OverflowError):
+        # Keys of other types. The default `repr` of an object holds its address, which differs in each process.
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(index))
+        return zlib.crc32(text.encode(), before)
 
 
 def checksum_of_batch(batch: Any) -> int:
-    """Return a checksum of a batch, by the first numbers of each tensor: all of them would take too long."""
-    leaves = (one.flatten()[:64].tolist() if isinstance(one, Tensor) else one for one in tree_leaves(batch))
-    return zlib.crc32(repr([one for one in leaves if isinstance(one, list | str | int | float)]).encode())
+    """Return a checksum of a batch by the first 64 numbers of each tensor: all of them would take too long."""
+    values: list[Any] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            values.append(leaf.flatten()[:64].tolist())
+        elif isinstance(leaf, str | int | float):
+            values.append(leaf)
+    return zlib.crc32(repr(values).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,7 +14,13 @@ import lightning.pytorch as pl
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hybrid.data.batch_counters import goes_on_in_epoch, rewind_to_whole_steps, uncount_cut_epoch
+from lightning_hybrid.data.batch_counters import (
+    count_batches_as,
+    goes_on_in_epoch,
+    rewind_to_whole_steps,
+    uncount_cut_epoch,
+)
+from lightning_hybrid.data.place import PlaceIterator, is_held_by_training
 
 Batch = tuple[Any, Any]  # inputs and targets
 Indices = NDArray[np.int64]
@@ -175,10 +182,7 @@ class ResumableLoader(ABC):
         """
         trainer = self.trainer
         if trainer is not None and trainer.training and trainer.fit_loop.is_resuming:
-            goes_on, before = goes_on_in_epoch(trainer), self._accumulated_before
-            progress: Any = trainer.fit_loop.epoch_progress.current
-            self.epoch = progress.processed
-            self.batches_done = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=before) if goes_on else 0
+            self._resume_by_counters(trainer)
         # Lightning sets the epoch after a resume too: that must not lose the place within it.
         elif epoch != self.epoch:
             if self._is_resumed and trainer is None and (epoch, len(self)) != (self.epoch + 1, self.batches_done):
@@ -187,7 +191,21 @@ class ResumableLoader(ABC):
                     f"batches of epoch {self.epoch}: images would be left out. With `max_steps` Lightning counts an "
                     f"epoch twice. Give the loader its trainer: {type(self).__name__}(..., trainer=trainer)."
                 )
-            self.epoch, self.batches_done = epoch, 0
+            self.epoch = epoch
+            self.batches_done = 0
+
+    def _resume_by_counters(self, trainer: pl.Trainer) -> None:
+        goes_on = goes_on_in_epoch(trainer)
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        self.epoch = progress.processed
+        self.batches_done = 0
+        if goes_on:
+            accumulated_before = self._accumulated_before
+            num_before = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=accumulated_before)
+            num_steps = num_before // accumulated_before
+            num_more_in_step = trainer.accumulate_grad_batches - accumulated_before
+            self.batches_done = num_before + num_steps * num_more_in_step
+            count_batches_as(trainer, num_before, self.batches_done)
 
     def every_image(self) -> Iterator[Batch]:
         """Yield batches of this rank in which every image comes exactly once over all ranks, as in epoch 0."""
@@ -252,9 +270,26 @@ class ResumableLoader(ABC):
         return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
+        return PlaceIterator(self)
+
+    def is_read_by_training(self, holder: Iterator[Batch]) -> bool:
+        """Return whether an iterator moves the place: every one, or with a trainer the one that its loop holds."""
+        return self.trainer is None or is_held_by_training(self.trainer, holder)
+
+    def plain_pass(self) -> Iterator[Batch]:
+        """Yield all batches of the epoch, and leave the place as it is."""
+        reader = copy.copy(self)
+        permutation = self.order.permutation(self.epoch)
+        shares = (self.order.share(permutation, batch) for batch in range(self.order.num_batches))
+        with closing(reader._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]
+            yield from batches
+
+    def rest_of_epoch(self) -> Iterator[Batch]:
+        """Yield the batches from the place on, and move it; after an epoch's end those of the next epoch."""
         if self.batches_done >= len(self):
             # At the end, and `set_epoch` was not called. Lightning itself never exhausts a loader that has a length.
-            self.epoch, self.batches_done = self.epoch + 1, 0
+            self.epoch += 1
+            self.batches_done = 0
         permutation = self.order.permutation(self.epoch)
         shares = (self.order.share(permutation, batch) for batch in range(self.batches_done, len(self)))
         with closing(self._batches(self.epoch, shares)) as batches:  # type: ignore[type-var]

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.data.place import PlaceIterator
 from lightning_hybrid.lightning_names import lightning_function
 
 _MOVE = "fabric.utilities.apply_func.move_data_to_device"
-_OWN = ("_loader", "_device", "_on_device", "_compute_dtype", "_stream", "_copied", "_looks_ahead", "_state", "_wait_s")
+_OWN_ATTRIBUTES = (
+    "_loader",
+    "_device",
+    "_on_device",
+    "_compute_dtype",
+    "_is_training",
+    "_stream",
+    "_copied",
+    "_looks_ahead",
+    "_state",
+    "_wait_s",
+)
 
 
 class DevicePrefetcher:
@@ -35,15 +47,24 @@ class DevicePrefetcher:
         loader: Any iterable of batches.
         device: Where batches go.
         compute_dtype: dtype of the images that `on_device` returns; None: as they are.
+        is_training: Returns whether the training loop holds an iterator. All other iterators belong to user code, and
+            leave state and waiting time as they are. None: every iterator counts.
     """
 
     _has_state = False
 
-    def __init__(self, loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device,
+        compute_dtype: torch.dtype | None = None,
+        is_training: Callable[[Iterator[Any]], bool] | None = None,
+    ) -> None:
         self._loader: Any = loader
         self._device = device
         self._on_device: Callable[[Any], Any] | None = getattr(loader, "on_device", None)
         self._compute_dtype = compute_dtype
+        self._is_training = is_training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         # Other loaders may fill the same tensors again, and their data set may change between two steps.
@@ -53,7 +74,8 @@ class DevicePrefetcher:
 
     def take_wait_s(self) -> float:
         """Return the host's seconds of waiting for the loader since the last call, near 0 if it is fast enough."""
-        wait_s, self._wait_s = self._wait_s, 0.0
+        wait_s = self._wait_s
+        self._wait_s = 0.0
         return wait_s
 
     def __iter__(self) -> Iterator[Any]:
@@ -62,7 +84,7 @@ class DevicePrefetcher:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, dict[str, Any] | None] | Exception:
+    def _fetch(self, batches: Iterator[Any], *, is_look: bool) -> _Fetched | Exception:
         # An error is returned and not raised: it is due after the batch that the consumer has yet to get.
         try:
             if self._copied is not None and not self._looks_ahead:
@@ -72,24 +94,32 @@ class DevicePrefetcher:
             try:
                 batch = next(batches)
             finally:
-                self._wait_s += perf_counter() - start_s
-            # Now, and not when a checkpoint is written: by then the loader may be one batch further than the consumer.
-            state = self._loader.state_dict() if self._has_state else None
+                if not is_look:
+                    self._wait_s += perf_counter() - start_s
+            state: dict[str, Any] | None = None
+            if self._has_state and not is_look:
+                # Now, and not when a checkpoint is written: by then the loader may be one batch ahead of the consumer.
+                state = self._loader.state_dict()
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 moved = self._prepare(lightning_function(_MOVE)(batch, self._device))
                 if self._stream is not None:
                     self._copied = self._stream.record_event()
-                return moved, state
+                return _Fetched(moved, state)
         except Exception as error:
             return error
 
     def _prepare(self, batch: Any) -> Any:
         if self._on_device is None:
             return batch
-        batch, dtype = self._on_device(batch), self._compute_dtype
+        batch = self._on_device(batch)
+        dtype = self._compute_dtype
         if dtype is None:
             return batch
-        return apply_to_collection(batch, Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one)
+
+        def to_compute_dtype(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return apply_to_collection(batch, Tensor, to_compute_dtype)
 
     def _wait(self, batch: Any) -> None:
         if self._stream is None:
@@ -102,27 +132,38 @@ class DevicePrefetcher:
 
     def __getattr__(self, name: str) -> Any:
         # Copying and unpickling ask for attributes before there is a loader: without this they would recurse.
-        if name in _OWN:
+        if name in _OWN_ATTRIBUTES:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Samplers, `dataset` and worker settings stay where Lightning and users look for them: on the loader.
-        if name in _OWN:
+        if name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
 
 
+class _Fetched(NamedTuple):
+    """Batch on the device, and the loader's state after it."""
+
+    batch: Any
+    state: dict[str, Any] | None
+
+
 class _Batches(Iterator[Any]):
-    # A class and no generator: what users copy within a fit, such as the trainer, holds it. A copy begins at the first
-    # batch, as Lightning leaves iterators of torch's out of its own copies.
+    """Iterator of a `DevicePrefetcher`.
+
+    A class and not a generator, because what users copy within a fit, such as the trainer, holds it. A copy begins at
+    the first batch, as Lightning leaves iterators of torch's out of its own copies.
+    """
 
     def __init__(self, prefetcher: DevicePrefetcher) -> None:
         self._prefetcher = prefetcher
         self._batches: Iterator[Any] | None = None
-        self._upcoming: tuple[Any, dict[str, Any] | None] | Exception | None = None
+        self._upcoming: _Fetched | Exception | None = None
         self._is_over = False
+        self._is_look = False  # of user code
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None, "_upcoming": None}
@@ -132,18 +173,33 @@ class _Batches(Iterator[Any]):
         if self._is_over:
             raise StopIteration
         if self._batches is None:
-            ahead._state = None
-            self._batches = iter(ahead._loader)
-        fetched = ahead._fetch(self._batches) if self._upcoming is None else self._upcoming
+            self._batches = self._begin()
+        fetched = self._upcoming
+        if fetched is None:
+            fetched = ahead._fetch(self._batches, is_look=self._is_look)
         if isinstance(fetched, Exception):  # StopIteration is one
-            self._is_over, self._batches, self._upcoming = True, None, None
+            self._is_over = True
+            self._batches = None
+            self._upcoming = None
             raise fetched
-        current, state = fetched
-        ahead._wait(current)
-        # Fetched before the consumer gets the current batch: its step hides the copy.
-        self._upcoming = ahead._fetch(self._batches) if ahead._looks_ahead else None
-        ahead._state = state
-        return current
+        ahead._wait(fetched.batch)
+        if ahead._looks_ahead:
+            # Fetched before the consumer gets the current batch: its step hides the copy.
+            self._upcoming = ahead._fetch(self._batches, is_look=self._is_look)
+        if not self._is_look:
+            ahead._state = fetched.state
+        return fetched.batch
+
+    def _begin(self) -> Iterator[Any]:
+        ahead = self._prefetcher
+        if ahead._is_training is not None:
+            self._is_look = not ahead._is_training(self)
+        if not self._is_look:
+            ahead._state = None
+        batches = iter(ahead._loader)
+        if isinstance(batches, PlaceIterator):
+            batches.holder = self
+        return batches
 
 
 def _reads_ahead(loader: object) -> bool:
@@ -165,9 +221,15 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
         self._loader.load_state_dict(state)
 
 
-def prefetch(loader: Iterable[Any], device: torch.device, compute_dtype: torch.dtype | None = None) -> DevicePrefetcher:
+def prefetch(
+    loader: Iterable[Any],
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+    is_training: Callable[[Iterator[Any]], bool] | None = None,
+) -> DevicePrefetcher:
     """Return the prefetcher that fits `loader`, or `loader` itself if it already is one."""
     if isinstance(loader, DevicePrefetcher):
         return loader
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulDevicePrefetcher if stateful else DevicePrefetcher)(loader, device, compute_dtype)
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    kind = StatefulDevicePrefetcher if has_state else DevicePrefetcher
+    return kind(loader, device, compute_dtype, is_training)

@@ -1,11 +1,14 @@
-"""Random numbers that follow from a place in a run: the global streams, and those that samplers hold."""
+"""Random numbers that follow from a place in a run: the global streams, and the streams that samplers hold."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import c_char
+from functools import partial
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -14,46 +17,58 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_GLOBAL: Any = np.random.mtrand  # NumPy's, whose generator can be exchanged
+_STREAM_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL_NUMPY: Any = np.random.mtrand  # the module whose bit generator can be exchanged
+
+# Objects of these packages are not searched for streams: a trainer leads to everything that takes part in a fit.
+_UNSEARCHED_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_hybrid")
+_MAX_SEARCHED = 5000  # objects
+_MAX_CONTAINER = 100  # longer lists and dicts hold samples, not transforms
 
 
 def seed_streams(*words: int) -> None:
-    """Seed the global streams of torch, NumPy and Python by these numbers, each of 64 bits."""
+    """Seed the global streams of torch, NumPy and Python by these numbers of 64 bits."""
     key = 1
     for word in words:
         key = key << 64 | word
-    random.seed(key)  # of any length, all of which counts: the two others follow from it
-    # Not by `torch.manual_seed`: that would seed the streams of GPUs too, from which dropout draws.
+    # Python's stream takes a seed of any length, all of which counts. The two others are seeded from it.
+    random.seed(key)
+    # Not by `torch.manual_seed`: that would also seed the streams of GPUs, from which dropout draws.
     torch.default_generator.manual_seed(random.getrandbits(64))
-    for_numpy = random.getrandbits(32)
+    numpy_seed = random.getrandbits(32)
     try:
-        _GLOBAL._rand.seed(for_numpy)  # `np.random.seed`, which lets any kind of generator pass
-    except TypeError:  # a worker's; no other kind can be seeded
-        _GLOBAL.set_bit_generator(np.random.MT19937(0))
-        _GLOBAL._rand.seed(for_numpy)
+        # The call behind `np.random.seed`, which accepts any kind of bit generator without a word.
+        _GLOBAL_NUMPY._rand.seed(numpy_seed)
+    except TypeError:
+        # A worker of a `DataLoader` may have exchanged the bit generator, and no other kind can be seeded.
+        _GLOBAL_NUMPY.set_bit_generator(np.random.MT19937(0))
+        _GLOBAL_NUMPY._rand.seed(numpy_seed)
 
 
 class SeededStreams:
-    """Contexts in which the global streams are seeded by numbers, and after which they are as they were before.
+    """Contexts that seed the global streams, and afterwards put the streams back as they were.
 
-    After a context within another one the outer one's streams begin again.
+    After an inner context the outer context's streams begin again.
     """
 
     def __init__(self) -> None:
-        self._spare = np.random.MT19937()  # to exchange NumPy's generator takes a tenth of copying its state back
-        self._mark: int | None = None  # of NumPy's generator, which has no half of a pair
+        # Exchanging NumPy's bit generator takes a tenth of the time of copying its state back.
+        self._spare = np.random.MT19937()
+        # Checksum of NumPy's bit generator when it was last seen without the half of a pair of normal numbers.
+        self._checksum_without_half: int | None = None
         self._outer: tuple[int, ...] | None = None
 
     @contextmanager
     def __call__(self, *words: int) -> Iterator[None]:
-        """Seed by `words` within."""
-        outer, self._outer = self._outer, words
+        """Seed the global streams by `words` within the context."""
+        outer = self._outer
+        self._outer = words
         if outer is None:
-            of_torch, of_python = torch.default_generator.get_state(), random.getstate()
-            generator = _GLOBAL.get_bit_generator()
-            of_numpy = self._half_used(generator)
-            _GLOBAL.set_bit_generator(self._spare)
+            torch_state = torch.default_generator.get_state()
+            python_state = random.getstate()
+            bit_generator = _GLOBAL_NUMPY.get_bit_generator()
+            numpy_state = self._state_with_half(bit_generator)
+            _GLOBAL_NUMPY.set_bit_generator(self._spare)
         seed_streams(*words)
         try:
             yield
@@ -62,32 +77,41 @@ class SeededStreams:
             if outer is not None:
                 seed_streams(*outer)
             else:
-                torch.default_generator.set_state(of_torch)
-                random.setstate(of_python)
-                _GLOBAL.set_bit_generator(generator)
-                if of_numpy is not None:
-                    np.random.set_state(of_numpy)
+                torch.default_generator.set_state(torch_state)
+                random.setstate(python_state)
+                _GLOBAL_NUMPY.set_bit_generator(bit_generator)
+                if numpy_state is not None:
+                    np.random.set_state(numpy_state)
 
-    def _half_used(self, generator: Any) -> Any:
-        # The state, if it has the second of a pair of normal numbers, which an exchange would lose. To ask takes most
-        # of a context's time: not again where nothing was drawn since.
-        is_usual = type(generator) is np.random.MT19937
-        memory = (c_char * 2500).from_address(generator.ctypes.state_address) if is_usual else b""
-        if is_usual and (mark := crc32(memory)) == self._mark:
-            return None
+    def _state_with_half(self, bit_generator: Any) -> Any:
+        """Return NumPy's state if it holds the second of a pair of normal numbers, which an exchange would lose.
+
+        Reading the state takes most of a context's time, so it is not read again if nothing was drawn since.
+        """
+        checksum = None
+        if type(bit_generator) is np.random.MT19937:
+            memory = (c_char * 2500).from_address(bit_generator.ctypes.state_address)
+            checksum = crc32(memory)
+            if checksum == self._checksum_without_half:
+                return None
+
         state = np.random.get_state(legacy=False)
-        self._mark = mark if is_usual and not state["has_gauss"] else None
-        return state if state["has_gauss"] else None
+        if state["has_gauss"]:
+            self._checksum_without_half = None
+            return state
+        self._checksum_without_half = checksum
+        return None
 
 
 class SeededIndex:
-    """An index on its way to a worker of a `DataLoader`, which gets the plain one, and seeded streams.
+    """Index list on its way to a worker of a `DataLoader`, which receives the plain list and seeded streams.
 
-    It is unpickled in the worker's main thread, just before the worker reads the batch.
+    The list is unpickled in the worker's main thread, just before the worker reads the batch.
     """
 
     def __init__(self, index: Any, words: tuple[int, ...]) -> None:
-        self._index, self._words = index, words
+        self._index = index
+        self._words = words
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _seeded_index, (self._index, self._words)
@@ -98,33 +122,101 @@ def _seeded_index(index: Any, words: tuple[int, ...]) -> Any:
     return index
 
 
-def streams_of(*owners: object) -> dict[str, Any]:
-    """Return the streams of random numbers that these objects hold, each once, by class and attribute."""
-    pairs = [(one, name, value) for one in owners for name, value in getattr(one, "__dict__", {}).items()]
-    # `SystemRandom` has no state.
-    found = [each for each in pairs if isinstance(each[2], _KINDS) and not isinstance(each[2], random.SystemRandom)]
-    once = {id(value): (f"{type(one).__name__}.{name}", value) for one, name, value in found}
-    return dict(once.values())
+def is_stream(value: object) -> bool:
+    """Return whether `value` is a stream of random numbers with a state, other than the global streams."""
+    if not isinstance(value, _STREAM_TYPES) or isinstance(value, random.SystemRandom):
+        return False
+    global_streams = (torch.default_generator, _GLOBAL_NUMPY._rand, getattr(random, "_inst", None))
+    return all(value is not stream for stream in global_streams)
+
+
+def streams_of(owners: Iterable[object]) -> list[Any]:
+    """Return the streams of random numbers in the attributes of these objects, each stream once."""
+    streams: dict[int, Any] = {}
+    for owner in owners:
+        for value in getattr(owner, "__dict__", {}).values():
+            if is_stream(value):
+                streams[id(value)] = value
+    return list(streams.values())
+
+
+def stream_names(*roots: object) -> list[str]:
+    """Return the names, by class and attribute, of streams that these objects hold at any depth.
+
+    The search follows attributes, short containers, `functools.partial`, bound methods and the variables that a
+    function has closed over. It finds the generator of a transform in a `Compose`, in a data set below a `Subset`, and
+    of a `collate_fn`.
+    """
+    names: list[str] = []
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque(("", root) for root in roots)
+    while waiting and len(seen) < _MAX_SEARCHED:
+        name, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_stream(value):
+            names.append(name)
+        else:
+            waiting.extend(_parts_of(name, value))
+    return names
+
+
+def _parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what `value` consists of, with names for its attributes."""
+    if isinstance(value, str | bytes | int | float | Tensor | np.ndarray | type | ModuleType):
+        return
+    if isinstance(value, dict):
+        if len(value) <= _MAX_CONTAINER:
+            yield from ((name, part) for part in value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        if len(value) <= _MAX_CONTAINER:
+            yield from ((name, part) for part in value)
+    elif isinstance(value, partial):
+        yield from ((name, part) for part in (value.func, value.args, value.keywords))
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        yield name, value.__self__
+    elif isinstance(value, FunctionType):
+        yield from _parts_of_function(value)
+    elif type(value).__module__.partition(".")[0] not in _UNSEARCHED_PACKAGES:
+        for attribute, part in getattr(value, "__dict__", {}).items():
+            yield f"{type(value).__name__}.{attribute}", part
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
+    name = function.__qualname__
+    yield name, function.__defaults__
+    yield name, function.__kwdefaults__
+    for cell in function.__closure__ or ():
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
 
 
 def state_of_stream(stream: Any) -> Any:
-    """Return a state that a checkpoint can hold: numbers and tensors."""
+    """Return the state of a stream as numbers and tensors, which a checkpoint can hold."""
     if isinstance(stream, torch.Generator):
         return stream.get_state()
     if isinstance(stream, random.Random):
         return stream.getstate()
-    is_old = isinstance(stream, np.random.RandomState)
-    state = stream.get_state(legacy=False) if is_old else stream.bit_generator.state
-    return apply_to_collection(state, np.ndarray, lambda one: torch.from_numpy(one.copy()))
+    if isinstance(stream, np.random.RandomState):
+        state: Any = stream.get_state(legacy=False)
+    else:
+        state = stream.bit_generator.state
+    return apply_to_collection(state, np.ndarray, lambda array: torch.from_numpy(array.copy()))
 
 
 def restore_stream(stream: Any, state: Any) -> None:
-    """Let the stream go on from `state`."""
+    """Set a stream to a state that `state_of_stream` returned."""
     if isinstance(stream, torch.Generator):
         stream.set_state(state)
-    elif isinstance(stream, random.Random):
+        return
+    if isinstance(stream, random.Random):
         stream.setstate(state)
+        return
+    state = apply_to_collection(state, Tensor, lambda tensor: tensor.numpy())
+    if isinstance(stream, np.random.RandomState):
+        stream.set_state(state)
     else:
-        owner = stream if isinstance(stream, np.random.RandomState) else stream.bit_generator
-        state = apply_to_collection(state, Tensor, lambda one: one.numpy())
-        owner.set_state(state) if owner is stream else setattr(owner, "state", state)
+        stream.bit_generator.state = state

@@ -14,8 +14,9 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.data.batch_counters import uncount_cut_epoch
-from lightning_hybrid.data.exact_loader import Place, exact
+from lightning_hybrid.data.exact_loader import exact
 from lightning_hybrid.data.order import Batch, EpochOrder, Indices, ResumableLoader
+from lightning_hybrid.data.place import Place
 
 _STATE = ("state_dict", "load_state_dict")
 
@@ -161,8 +162,15 @@ class _At:
     seed: int
     place: Place
     accumulate_grad_batches: int = 1
+    sets_epochs: bool = True  # each shard has a sampler that Lightning does not see
 
-    def place_of(self, loader: Any) -> Place:
+    def is_reading(self, holder: Iterator[Any]) -> bool:
+        return True
+
+    def is_within_training(self) -> bool:
+        return True
+
+    def place_of(self, resume: Any) -> Place:
         return self.place
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
-from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.optimizer_protocol import evaluates_closure
 from lightning_hybrid.precision.plugin import MasterWeightMixin
@@ -80,21 +79,11 @@ class FabricMasterWeightMixin(MasterWeightMixin):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run a forward on half-precision parameters under autocast; errors about dtypes get a note with the cure."""
+        """Run a forward on half-precision parameters under autocast."""
         assert self.gradients is not None
         # DDP may make its buckets again in a forward, and would round the gradients that it finds.
-        hidden = self.gradients.hidden(list(self._modules.parameters()))
-        with self._add_cure_to_errors(), hidden, super().forward_context():
+        with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
             yield
-
-    @contextmanager
-    def _add_cure_to_errors(self) -> Iterator[None]:
-        # The Trainer reports an error to its strategy. Fabric does not: it is caught on its way to the user.
-        try:
-            yield
-        except Exception as error:
-            add_cure(error, self.precision)
-            raise
 
     def convert_output(self, data: Any) -> Any:
         """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
@@ -111,7 +100,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
-        with self._add_cure_to_errors(), self.window.opened():
+        with self.window.opened():
             loss = self._begin_backward(tensor, parameters)
             with self._in_backward(parameters):
                 self.gradients.add_outside_terms(loss)
@@ -136,8 +125,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
             return self._step_on_closure(optimizer, state, closure, **kwargs)
         result = None if closure is None else closure()
         found_inf = self._verdict(optimizer, state)
-        with self._add_cure_to_errors():
-            self._step_or_skip(optimizer, state, found_inf, **kwargs)
+        self._step_or_skip(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)

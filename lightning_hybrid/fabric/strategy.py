@@ -26,7 +26,7 @@ from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, with_masters
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
-from lightning_hybrid.strategy.exact_resume.training_loaders import LoopLoaders
+from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
 from lightning_hybrid.strategy.old_keywords import with_old_keywords
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner

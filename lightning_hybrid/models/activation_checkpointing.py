@@ -30,9 +30,7 @@ def checkpointed(stage: Callable[..., Any], *xs: Tensor, norms: nn.Module, prese
 
 def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
     """Return a context for the second pass of what runs now: modes as now, running statistics of `norms` stay."""
-    # Modes change the results of torch's functions, as the emulated fp16 of precision="16-true" on a CPU does, and
-    # backward must see the numbers of forward. torch's checkpoint restores only the innermost DeviceContext.
-    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    modes = current_function_modes()
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -43,6 +41,13 @@ def second_pass(norms: nn.Module) -> AbstractContextManager[None]:
             yield
 
     return context()
+
+
+def current_function_modes() -> list[Any]:
+    """Return the modes that change the results of torch's functions now, to be entered again for a second pass."""
+    # Such as the emulated fp16 of precision="16-true" on a CPU: backward must see the numbers of forward. torch's
+    # checkpoint restores only the innermost DeviceContext.
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager

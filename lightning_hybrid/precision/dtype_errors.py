@@ -10,7 +10,6 @@ import re
 import traceback
 
 from torch import nn
-from torch.optim import Optimizer
 
 _MIXED_PRECISION = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}
 
@@ -21,7 +20,7 @@ _HALF_DTYPE = re.compile(
     r"|(torch\.|array type |dtype\(')(b?float16|b?complex32)"
     r"|computing in half precision"
 )
-_FULL_DTYPE = re.compile(r"\b((Complex)?(Float|Double)|float|double|(torch\.)?(float|complex)(32|64|128))\b")
+_FULL_DTYPE = re.compile(r"\b((Complex)?(Float|Double)|float|double|torch\.(float|complex)(32|64|128))\b")
 _INTEGER_DTYPE = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|torch\.(u?int\d+|bool))\b")
 
 _REFUSAL = re.compile(
@@ -38,7 +37,7 @@ _TENSOR_DESCRIPTION = re.compile(r"\w*dtypes?=[\w.]+", re.IGNORECASE)
 
 
 def is_about_half_precision(message: str) -> bool:
-    """Return whether a message complains about a half-precision dtype, or of dtypes that it does not name.
+    """Return whether a message complains about a half-precision dtype, or about dtypes that it does not name.
 
     >>> is_about_half_precision("expected scalar type Float but found Half")
     True
@@ -74,7 +73,7 @@ def add_cure(error: BaseException, precision: object) -> None:
     """Add a note to an error about half-precision dtypes: trained parameters are half, and how to avoid the error.
 
     The note names the module type to keep in fp32 if the traceback shows a module that trains half parameters of its
-    own. An error that has the note stays as it is.
+    own: to be called while the module shows these. An error that has a note stays as it is.
 
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half")
     >>> add_cure(error, "16-true")
@@ -87,24 +86,16 @@ def add_cure(error: BaseException, precision: object) -> None:
     if not is_about_half_precision(message):
         return
 
-    owner = _innermost_owner_of_parameters(error)
-    if isinstance(owner, Optimizer):
-        note = _note_for_optimizer(owner, str(precision))
-    elif "assign a gradient" in message:
-        note = _note_for_gradient(str(precision))
-    else:
-        note = _note_for_module(owner, str(precision))
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    notes = getattr(error, "__notes__", ())
+    if not any(note.startswith(f"`precision` (={precision!r})") for note in notes):
+        error.add_note(_note_for_module(_innermost_owner_of_parameters(error), str(precision)))
 
 
-def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | Optimizer | None:
-    """Return the module with trained parameters, or the optimizer, whose method is innermost in the traceback."""
+def _innermost_owner_of_parameters(error: BaseException) -> nn.Module | None:
+    """Return the module with trained half parameters whose method is innermost in the traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         candidate = frame.f_locals.get("self")
-        if isinstance(candidate, Optimizer):
-            return candidate
         if isinstance(candidate, nn.Module) and any(_is_trained_in_half(p) for p in candidate.parameters()):
             return candidate
     return None
@@ -123,23 +114,6 @@ def _note_for_module(module: nn.Module | None, precision: str) -> str:
         f"(`x.to(self.weight.dtype)`). If the code is a library's, keep the module's own parameters in fp32 with "
         f"plugins=[MasterWeightPrecision({precision!r}, keep_fp32=({names}{types[-1]},))], or train with "
         f"precision={_MIXED_PRECISION[precision]!r}."
-    )
-
-
-def _note_for_optimizer(optimizer: Optimizer, precision: str) -> str:
-    return (
-        f"`precision` (={precision!r}) keeps trained parameters in half precision, and `{type(optimizer).__name__}` "
-        "combines them with state of another dtype. In an optimizer of your own, cast the state "
-        f"(`state.to(parameter.dtype)`). If the optimizer is a library's, train with "
-        f"precision={_MIXED_PRECISION[precision]!r}."
-    )
-
-
-def _note_for_gradient(precision: str) -> str:
-    return (
-        f"`precision` (={precision!r}) keeps trained parameters in half precision, and their gradients too. Assign the "
-        "gradient in the parameter's dtype: `parameter.grad = gradient.to(parameter.dtype)`. If the code is a "
-        f"library's, train with precision={_MIXED_PRECISION[precision]!r}."
     )
 
 

@@ -296,7 +296,8 @@ class BackwardGradients:
         for parameter in parameters:
             gradient = self.scaled.pop(id(parameter), None)
             if gradient is not None:
-                self.unscaled_in_step[id(parameter)] = gradient
+                if self._window.pairs:  # DDP's buckets hold them anyway
+                    self.unscaled_in_step[id(parameter)] = gradient
                 parameter.grad = None
                 parameter.grad_dtype = None  # half gradients on an fp32 parameter
                 parameter.grad = gradient

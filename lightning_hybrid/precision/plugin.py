@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.lightning_names import lightning_types, misconfiguration
 from lightning_hybrid.precision.closure_steps import ClosureStep
+from lightning_hybrid.precision.dtype_errors import add_cure
 from lightning_hybrid.precision.full_accumulation import FullAccumulation
 from lightning_hybrid.precision.gradient_observers import grads_are_observed, runs_code_before_backward
 from lightning_hybrid.precision.gradients import BackwardGradients, record_of
@@ -261,8 +262,17 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def _half_arithmetic(self) -> Iterator[None]:
         # The default dtype stays fp32: what is logged or accumulated in a step is not rounded to fp16. Batches keep
         # their dtypes too: operands are cast where they are used, targets are not.
-        with torch.autocast(self._compute_device.type, dtype=self.dtype), self._emulation():
+        with torch.autocast(self._compute_device.type, dtype=self.dtype), self._emulation(), self._with_cure():
             yield
+
+    @contextmanager
+    def _with_cure(self) -> Iterator[None]:
+        # While the module still shows its half-precision parameters, of which the note speaks.
+        try:
+            yield
+        except Exception as error:
+            add_cure(error, self.precision)
+            raise
 
     @contextmanager
     def _emulation(self) -> Iterator[None]:
@@ -314,7 +324,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._user_steps.is_in_backward = True
         self.window.hooks.is_in_backward = True
         try:
-            with self._emulation():
+            with self._emulation(), self._with_cure():
                 yield
         except BaseException:
             self.gradients.abort(parameters)

@@ -35,8 +35,8 @@ class HalfPrecisionWindow:
     """The parameters of a module in two precisions, and which of the two is shown.
 
     Parameters of normalisation layers, weights that are computed from others (`parametrizations`, `weight_norm`,
-    `spectral_norm`, pruning), embeddings with `max_norm`, scripted modules, buffers and, in a fit, frozen parameters keep their own dtype. So does
-    a parameter of which one place does.
+    `spectral_norm`, pruning), embeddings with `max_norm`, scripted modules, buffers and, in a fit, frozen parameters
+    keep their own dtype. So does a parameter of which one place does.
 
     A trained parameter that the user has made in half precision becomes fp32 until `end`.
 

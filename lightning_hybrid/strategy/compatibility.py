@@ -61,7 +61,7 @@ CURES = {
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
     "two owners": "give each parameter to one optimizer",
-    "global batch": "take a loss of the pairs of a micro-batch",
+    "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
 """What options and runs may have, and how to do without it."""
 
@@ -115,6 +115,7 @@ EXCLUDED = tuple(
         # with what the run has
         ("manual optimization", "elastic", "the closure of a step is what is run again"),
         ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
+        ("global batch", "elastic", "it compares the pairs of all ranks that were launched, and these change"),
         ("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
         ("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
         ("unequal nodes", "local steps", "each node counts as much in the average"),
@@ -215,6 +216,8 @@ def in_module(module: nn.Module) -> dict[str, str]:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             found["SyncBatchNorm"] = f"`{name or 'the module'}` (={type(layer).__name__})"
+        if getattr(layer, "spans_all_ranks", False):
+            found["global batch"] = f"`{name or 'the module'}` (={type(layer).__name__})"
     return found
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -195,16 +195,11 @@ class FailureReports:
         if cure := shared_memory_cure(exception):
             exception.add_note(cure)
 
-    def close_report(
-        self, exception: BaseException, *, strategy: str, module: pl.LightningModule | None, precision: Any
-    ) -> None:
-        """Add the cures, in the words of this `strategy`, once DDP has added its own; note what has ended the run."""
+    def close_report(self, exception: BaseException, *, strategy: str, module: pl.LightningModule | None) -> None:
+        """Use the words of this `strategy`, once DDP has added its own; note what has ended the run."""
         if exception.args and isinstance(exception.args[0], str):
             exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
         if module is not None:
-            from lightning_hybrid.precision.dtype_errors import add_cure  # here: only an error needs it
-
-            add_cure(exception, precision)
             self.ended_by = exception
 
     # ---- end -------------------------------------------------------------------------------------------------------

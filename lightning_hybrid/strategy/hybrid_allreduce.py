@@ -449,8 +449,7 @@ class HybridAllReduce(_Base):
             self._extensions.failed(exception)
         self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
         super().on_exception(exception)
-        name, precision = type(self).__name__, self.precision_plugin.precision
-        self._failures.close_report(exception, strategy=name, module=self.lightning_module, precision=precision)
+        self._failures.close_report(exception, strategy=type(self).__name__, module=self.lightning_module)
 
     def teardown(self) -> None:
         """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -32,7 +33,8 @@ def clip(loss, a, b):
 
 def simclr(loss, a, b):
     z = F.normalize(torch.cat([a, b]), dim=1)
-    logits = (z @ z.T / loss.temperature).fill_diagonal_(-torch.inf)
+    scale = loss.logit_scale.exp() if loss.temperature is None else 1 / loss.temperature
+    logits = (scale * z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z)).roll(len(a)))
 
 
@@ -52,6 +54,7 @@ LOSSES = {
     "CLIP": (lambda: InfoNCE(0.1, block=BLOCK), clip),
     "CLIP, its temperature is learnt": (lambda: InfoNCE(None, block=BLOCK), clip),
     "SimCLR": (lambda: InfoNCE(0.1, both_views=True, block=BLOCK), simclr),
+    "SimCLR, its temperature is learnt": (lambda: InfoNCE(None, both_views=True, block=BLOCK), simclr),
     "SigLIP": (lambda: SigLIP(block=BLOCK), siglip),
     "Barlow Twins": (lambda: BarlowTwins(block=BLOCK), barlow_twins),
 }
@@ -149,6 +152,80 @@ def test_similarities_beyond_what_exponentials_hold_are_finite():
     a = torch.eye(4)
     loss = InfoNCE(1e-3, block=2)(a, a.roll(1, 0))  # each row's partner is the least similar
     assert math.isclose(loss.item(), 1000, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(("value", "scale", "has_gradient"), [(math.log(100) - 0.01, 99.0, True), (10.0, 100.0, False)])
+def test_a_learnt_scale_is_held_at_100(value, scale, has_gradient):
+    learnt, fixed = InfoNCE(None, block=BLOCK), InfoNCE(1 / scale, block=BLOCK)
+    nn.init.constant_(learnt.logit_scale, value)
+    loss = learnt(*views())
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), fixed(*views()), rtol=1e-3 if has_gradient else 0, atol=0)
+    assert bool(learnt.logit_scale.grad != 0) is has_gradient
+
+
+def of_views(name, inputs, autocast, is_backward_inside):
+    """Loss and gradients, with autocast around the loss alone, or around backward too."""
+    loss = LOSSES[name][0]()
+    inputs = [view.clone().requires_grad_() for view in inputs]
+    with autocast:
+        value = loss(*inputs)
+        if is_backward_inside:
+            value.backward()
+    if not is_backward_inside:
+        value.backward()
+    return [value.detach(), *(one.grad for one in [*inputs, *loss.parameters()])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_changes_no_bit_of_a_loss(name, dtype):
+    """Of views in fp32, and of views in half precision, as networks return them under autocast."""
+    for inputs in (views(), [view.to(dtype) for view in views()]):
+        expected = of_views(name, inputs, nullcontext(), False)
+        assert expected[0].dtype is torch.float32
+        for is_backward_inside in (False, True):
+            found = of_views(name, inputs, torch.autocast("cpu", dtype), is_backward_inside)
+            assert same(found, expected)
+
+
+class OfEmbeddings(Toy):
+    """Compares its loss with that of the same embeddings and parameters outside of the step's arithmetic."""
+
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(4)
+        self.net = nn.Linear(12, 6)
+        self.contrastive = LOSSES[name][0]()
+        self.name = name
+
+    def training_step(self, batch, batch_idx):
+        z = self.net(batch[0])
+        loss = self.contrastive(z[:, :6], z.flip(1))
+        parameters = {name: p.detach().clone() for name, p in self.contrastive.named_parameters()}
+        self.kept = [z.detach(), loss.detach(), parameters]
+        return loss
+
+    def on_train_batch_end(self, *args):
+        z, loss, parameters = self.kept
+        outside = LOSSES[self.name][0]()
+        for name, value in parameters.items():
+            outside.get_parameter(name).data = value
+        assert z.dtype in (torch.float16, torch.bfloat16)
+        assert torch.equal(outside(z[:, :6], z.flip(1)), loss)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["CLIP, its temperature is learnt", "SigLIP", "Barlow Twins"])
+def test_a_loss_in_half_precision_is_that_of_the_same_embeddings_in_fp32(name, precision):
+    assert fit(None, partial(OfEmbeddings, name), precision=precision, max_epochs=1).global_step == 8
+
+
+def test_second_derivatives_of_losses_are_refused():
+    for make, _ in LOSSES.values():
+        a, b = (view.requires_grad_() for view in views())
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(make()(a, b), a, create_graph=True)
 
 
 CHUNK = BLOCK

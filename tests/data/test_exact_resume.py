@@ -1,6 +1,7 @@
 """A user's own `DataLoader` resumes with the images that were left and the random numbers of their transforms."""
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Sampler, WeightedRandomSampler
 
 from lightning_hybrid import HybridAllReduceStrategy, HybridPipelineStrategy
 from lightning_hybrid.data.random_streams import SeededStreams
 from tests import toy
 from tests.data import user_loaders
-from tests.data.user_loaders import KINDS, Images, Kind, Saves, fit, of, outcomes
+from tests.data.user_loaders import KINDS, Images, Kind, Saves, fit, generator, of, outcomes
 from tests.scenes import at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +40,15 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in bad if not reason or reason not in one["said"]]
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_reads_what_is_left_or_is_refused_by_name(one_rank, tmp_path, name):
+    """From an epoch's end, and from within the second epoch."""
+    found = one_rank.run(outcomes, name, HYBRID, KINDS[name].workers[0], str(tmp_path), (0, 11), timeout_s=120)
+    assert [wrong(cases) for cases in found] == [[]]
+
+
+@pytest.mark.long
+@pytest.mark.battery
 @pytest.mark.parametrize(("name", "workers", "ranks"), GRID)
 def test_what_is_left_is_read_or_refused_by_name(rank_pool, tmp_path, name, workers, ranks):
     """Five stops of each row: an epoch's end, both sides of it, and within the first, second and last epoch."""
@@ -81,7 +90,7 @@ def test_another_number_of_ranks_reads_the_rest_of_each_step(rank_pool, tmp_path
     whole = rank_pool.ranks(2).run(shuffled, str(tmp_path))
     assert steps(rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 4)) == steps(whole)[3:]
     (refused,) = rank_pool.ranks(1).run(shuffled, str(tmp_path), 3, 0, HYBRID, 2)
-    assert "must give the 4 images of a step: set 4." in refused
+    assert "must give the 4 images of a step, over 1 ranks and 1 batches: set batch_size=4." in refused
 
 
 def test_other_batches_of_a_step_read_the_rest(rank_pool, tmp_path):
@@ -125,16 +134,123 @@ def weighted(folder: str, strategy: str, path: str | None) -> Any:
     return fit(kind, strategy, 0, [] if path else [Saves(folder, [3])], path).said
 
 
+def what_is_said(folder: str) -> list[str]:
+    return fit(KINDS["shuffle"], HYBRID, 0, [], f"{folder}/3.ckpt").said
+
+
 def test_checkpoints_open_both_ways(one_rank, tmp_path):
     (whole,) = one_rank.run(shuffled, str(tmp_path), None, 0, "ddp")
     ((*_,),) = one_rank.run(weighted, f"{tmp_path}/w", "ddp", None)
     again = one_rank.run(shuffled, str(tmp_path), 3)[0]
     assert [one[:2] for one in again] == [one[:2] for one in whole[3:]]
+    (said,) = one_rank.run(what_is_said, str(tmp_path))
+    assert any("which is exact with the ranks, the batch size and the accumulation of" in one for one in said)
     (said,) = one_rank.run(weighted, f"{tmp_path}/w", HYBRID, f"{tmp_path}/w/3.ckpt")
     assert any("The checkpoint has no state of the training loader" in one for one in said)
     one_rank.run(shuffled, f"{tmp_path}/ours")
     (under_ddp,) = one_rank.run(shuffled, f"{tmp_path}/ours", 3, 0, "ddp")
     assert len(under_ddp) == len(whole) - 3
+
+
+def drawn_numbers(kind: str) -> list[Any]:
+    """The random numbers of the first batch, of each loader."""
+    module = fit(KINDS[kind], HYBRID, 0, limit_train_batches=1)
+    _, _, drawn = module.read[0]
+    return drawn
+
+
+def test_ranks_draw_other_random_numbers(two_ranks):
+    one, other = two_ranks.run(drawn_numbers, "shuffle")
+    assert all(a != b for a, b in zip(chain(*one[0]), chain(*other[0]), strict=True))
+
+
+def test_two_loaders_of_a_fit_draw_other_random_numbers(one_rank):
+    ((one, other),) = one_rank.run(drawn_numbers, "two loaders, max_size")
+    assert all(a != b for a, b in zip(chain(*one), chain(*other), strict=True))
+
+
+def seed_otherwise(*args: Any, **kwargs: Any) -> None:
+    torch.manual_seed(8)
+
+
+def under_another_seed(folder: str) -> Any:
+    whole = fit(KINDS["shuffle"], HYBRID, 0, [Saves(folder, [3])])
+    resumed = fit(KINDS["shuffle"], HYBRID, 0, [at(setup=seed_otherwise)], f"{folder}/3.ckpt")
+    return list(whole.read.values()), list(resumed.read.values())
+
+
+def test_a_resume_draws_by_the_seed_of_the_interrupted_run(one_rank, tmp_path):
+    """The seed of the script may be another one, or none."""
+    ((whole, resumed),) = one_rank.run(under_another_seed, str(tmp_path))
+    assert resumed == whole[3:]
+
+
+class ListSampler(Sampler):
+    """Gives these indices, in every epoch."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def with_other_order(folder: str, indices: list[int]) -> str:
+    """The error of a resume after three batches, whose sampler has another order."""
+    orders = [list(range(32)), indices]
+    paths = [None, f"{folder}/3.ckpt"]
+    for order, path in zip(orders, paths, strict=True):
+        kind = Kind(make=partial(of, batch_size=4, sampler=ListSampler(order)), settings=user_loaders.NO_SAMPLER)
+        error = toy.error_of(fit, kind, HYBRID, 0, [] if path else [Saves(folder, [3])], path)
+    return error
+
+
+def test_an_order_that_differs_in_an_early_batch_is_refused(one_rank, tmp_path):
+    """The checksum is that of all batches before the checkpoint."""
+    swapped = [1, 0, *range(2, 32)]
+    (error,) = one_rank.run(with_other_order, str(tmp_path), swapped)
+    assert "its sampler does not repeat what it gave before the checkpoint" in error
+    assert one_rank.run(with_other_order, str(tmp_path), list(range(32))) == [""]
+
+
+def under_workers(name: str, folder: str, workers: int) -> str:
+    """The error of a resume with these workers of a fit without workers."""
+    fit(KINDS[name], HYBRID, 0, [Saves(folder, [3])])
+    return toy.error_of(fit, KINDS[name], HYBRID, workers, [], f"{folder}/3.ckpt")
+
+
+def test_a_stream_is_refused_under_other_workers(one_rank, tmp_path):
+    """Each worker reads its part, so that the batches are others."""
+    (error,) = one_rank.run(under_workers, "stream", str(tmp_path), 2)
+    assert "`num_workers` (=2) must be that of the checkpoint: set num_workers=0" in error
+
+
+def test_a_checkpoint_keeps_few_states_of_a_stream(one_rank, tmp_path):
+    """Of the batch that Lightning holds, and of a step that is made again."""
+    one_rank.run(outcomes, "stream with a state", HYBRID, 0, str(tmp_path), (20,))
+    (state,) = torch.load(tmp_path / "20.ckpt")["exact_resume"]
+    assert 1 <= len(state["of_ranks"][0]["kept"]) <= 3
+
+
+def own_stream(folder: str, stop: int | None, batch_size: int = 4) -> list[str]:
+    make = partial(of, batch_size=batch_size, sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator()))
+    module = fit(Kind(make=make), HYBRID, 0, [] if stop is not None else [Saves(folder, [])], _path(folder, stop))
+    return [text for text in module.said if "may be another one" in text]
+
+
+def _path(folder: str, stop: int | None) -> str | None:
+    return None if stop is None else f"{folder}/{stop}.ckpt"
+
+
+def test_the_stream_of_a_sampler_of_other_ranks_is_not_taken(rank_pool, tmp_path):
+    """From an epoch's end, where nothing of the epoch is left to refuse."""
+    assert rank_pool.ranks(2).run(own_stream, str(tmp_path), None) == [[], []]
+    assert rank_pool.ranks(2).run(own_stream, str(tmp_path), 0) == [[], []]
+    (said,) = rank_pool.ranks(1).run(own_stream, str(tmp_path), 0, 8)
+    assert "the checkpoint lacks the state of its sampler" in said[0]
 
 
 def fails(trainer: pl.Trainer, *args: Any) -> None:
@@ -182,6 +298,24 @@ def test_a_loop_of_the_users_own_goes_on_with_what_is_left(two_ranks, tmp_path):
     whole = two_ranks.run(loop, str(tmp_path), None)
     for stop in (3, 8, 11):
         assert two_ranks.run(loop, str(tmp_path), f"{tmp_path}/{stop}.ckpt") == [one[stop:] for one in whole]
+
+
+def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
+    """The batches of the rest of an epoch, of a Fabric with other ranks."""
+    fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
+    fabric.launch()
+    fabric.seed_everything(3, verbose=False)
+    loader = fabric.setup_dataloaders(of(batch_size=batch_size, shuffle=True))
+    fabric.load(f"{folder}/3.ckpt", {"loader": loader, "counts": {}})
+    return [sorted(images.tolist()) for images, _ in loader]
+
+
+def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_path):
+    ranks = rank_pool.ranks(2).run(loop, str(tmp_path), None)
+    batches = [sorted(chain(*(images for images, _ in same))) for same in zip(*ranks, strict=True)]
+    assert rank_pool.ranks(1).run(continued_loop, str(tmp_path), 4) == [batches[3:8]]
+    (error,) = rank_pool.ranks(1).run(toy.error_of, continued_loop, str(tmp_path), 2)
+    assert "must give the 4 images of a step" in error
 
 
 def test_global_streams_are_as_they_were_after_a_context():

@@ -80,6 +80,25 @@ class StatefulStream(Stream):
         self.done, self.is_resumed = state["done"], True
 
 
+class LiveStateStream(StatefulStream):
+    """Hands out the very dict in which it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"done": 0}
+
+    @property
+    def done(self) -> int:
+        return self.state["done"]
+
+    @done.setter
+    def done(self, number: int) -> None:
+        self.state["done"] = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
 class Buckets(Sampler):
     """A batch sampler that draws from NumPy: its own stream, or the global one."""
 
@@ -180,6 +199,7 @@ KINDS: dict[str, Kind] = {
     ),
     "stream": Kind(make=lambda **w: of(Stream(), **w)),
     "stream with a state": Kind(make=lambda **w: of(StatefulStream(), **w), workers=(0,)),
+    "stream with a live state": Kind(make=lambda **w: of(LiveStateStream(), **w), workers=(0,)),
     "stream in a cycle": Kind(
         make=lambda **w: CombinedLoader({"a": of(Stream(12), **w), "b": of(Stream(), **w)}, "max_size_cycle")
     ),

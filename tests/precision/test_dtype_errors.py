@@ -38,11 +38,6 @@ def notes_of_text(kind, message):
 # ---- which errors ----------------------------------------------------------------------------------------------------
 
 
-def assign_gradient(x, w):
-    parameter = nn.Parameter(w)
-    parameter.grad = x
-
-
 def put_by_index(x, w):
     x.clone()[torch.zeros(1, dtype=torch.int64)] = w[:1]
 
@@ -61,7 +56,6 @@ TWO_TENSORS = {
     "lu_solve": lambda x, w: torch.linalg.lu_solve(x[:, :2], torch.tensor([1, 2], dtype=torch.int32), w[:, :2]),
     "without autocast": lambda x, w: torch.autocast("cpu", enabled=False)(F.linear)(x, w),
     "cell without autocast": lambda x, w: torch.autocast("cpu", enabled=False)(nn.GRU(4, 4))(w),
-    "gradient": assign_gradient,
 }
 HALF_ALONE = {
     "complex number": lambda w: torch.exp(w * 1j),
@@ -259,31 +253,6 @@ def test_where_no_module_has_the_parameter_the_note_names_none(one_rank):
     (seen,) = fit(one_rank, Activations, precision="16-true", raises=True)
     assert "keep_fp32=(ItsClass,)" in seen.error
     assert "precision='16-mixed'" in seen.error
-
-
-class Averaging(torch.optim.SGD):
-    """SGD that puts an average of the weights in their place, as schedule-free optimizers do in `eval`."""
-
-    def eval(self):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.lerp_(torch.zeros(parameter.shape), 0.5)
-
-
-class Evaluated(Toy):
-    def configure_optimizers(self):
-        return Averaging(self.parameters(), lr=0.1)
-
-    def on_train_epoch_end(self):
-        self.optimizers().optimizer.eval()
-
-
-def test_the_note_on_a_librarys_optimizer_advises_mixed_precision(one_rank):
-    (seen,) = fit(one_rank, Evaluated, precision="bf16-true", raises=True)
-    assert "`Averaging` combines them with state of another dtype" in seen.error
-    assert "precision='bf16-mixed'" in seen.error
-    assert "keep_fp32" not in seen.error
-    (seen,) = fit(one_rank, Evaluated, precision="bf16-mixed")
-    assert seen.losses
 
 
 class TwiceTheLoss(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hybrid import Adasum, Comm, Elastic, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.flavours import fabric
 from lightning_hybrid.optim import LAMB, LARS
 from lightning_hybrid.pipeline.options import refuse_in_pipeline
@@ -57,6 +58,7 @@ FOUND = {
     "double precision": lambda: table.in_precision(precision("64-true")),
     "gradient scaler": lambda: table.in_precision(precision("16-mixed", scaler=object())),
     "SyncBatchNorm": lambda: table.in_module(nn.Sequential(LAYER, nn.SyncBatchNorm(2))),
+    "global batch": lambda: table.in_module(nn.Sequential(LAYER, InfoNCE())),
     "ModelPruning": lambda: table.in_callbacks([PRUNING]),
     "StochasticWeightAveraging": lambda: table.in_callbacks([callbacks.StochasticWeightAveraging(0.1)]),
     "BaseFinetuning": lambda: table.in_callbacks([callbacks.BaseFinetuning()]),

@@ -1,9 +1,9 @@
-"""What becomes of loaders: those of a user resume exactly, and batches are on the device in time."""
+"""Loaders of a fit: a user's own loaders resume exactly, and batches are on the device in time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,34 +12,65 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.strategy.arguments import user_moves_batches
+from lightning_hybrid.strategy.exact_resume.epoch_start_hooks import warn_of_skipped_epoch_start
+from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
 
 # Imported in functions: their package brings loaders of our own.
 if TYPE_CHECKING:
-    from lightning_hybrid.data.exact_loader import ExactLoader, Place
+    from lightning_hybrid.data.batch_counters import ResumedPlace
+    from lightning_hybrid.data.exact_resume import ExactResume
+    from lightning_hybrid.data.place import Place
 
-_KEY = "exact_resume"  # of a checkpoint; in Lightning's own place `ddp` would refuse states of loaders that have none
+_KEY = "exact_resume"  # of a checkpoint; in Lightning's own entry `ddp` would refuse states of loaders that have none
 
 
 class TrainingLoaders:
-    """The loaders of a strategy's fits; for `data.exact_loader`, who reads, and where a resumed fit goes on."""
+    """Loaders of a strategy's fits, and the `Reader` that says where a resumed fit continues.
+
+    Args:
+        exact_resume: Whether a user's own `DataLoader` resumes exactly.
+    """
+
+    sets_epochs = False  # Lightning's loop does, and hooks of users may
 
     def __init__(self, exact_resume: bool) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.seed = 0
         self._is_on = exact_resume
         self._trainer: Any = None
-        self.rank = self.seed = 0
-        self.world_size = 1
-        self._states: list[dict[str, Any] | None] | None = None  # of the checkpoint, with None for loaders of others
-        self._place: tuple[int, int] | None = None  # where the fit goes on, once counters are mended
+        # Of the checkpoint, with None for loaders that keep their state by themselves.
+        self._states: list[dict[str, Any] | None] | None = None
+        self._processed: list[Any] = []  # until training starts
+        self._start: Place | None = None
+        self._accumulated_before = 1
+        self._has_started = False
         self._has_warned = False
 
     def begin(self, trainer: Any, share: Mapping[str, int]) -> None:
-        """Note who reads what in this fit. Collective, where several ranks read the same."""
-        self._trainer, self.seed, self._place, self._has_warned = trainer, torch.initial_seed(), None, False
-        self.world_size, self.rank = share["num_replicas"], share["rank"]
+        """Note who reads what in this fit. Collective, if several ranks read the same."""
+        self._trainer = trainer
+        self.rank = share["rank"]
+        self.world_size = share["num_replicas"]
+        self.seed = torch.initial_seed()
+        self._processed = []
+        self._start = None
+        self._has_started = False
+        self._has_warned = False
+        self._separate_combined_loader()
         if trainer.world_size > self.world_size:
             seeds: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(seeds, (self.rank, self.seed))
             self.seed = next(seed for rank, seed in seeds if rank == self.rank)
+
+    def _separate_combined_loader(self) -> None:
+        """Let Lightning work on a copy of a `CombinedLoader`, so that the user may iterate over the original.
+
+        Lightning keeps the iterators of training in it, and iterating over it replaces them.
+        """
+        source = self._trainer.fit_loop._data_source
+        if isinstance(source.instance, lightning_types("pytorch.utilities.combined_loader.CombinedLoader")):
+            source.instance = copy.copy(source.instance)
 
     def after_optimizers(self, trainer: Any) -> None:
         """Let Lightning build loaders again that `configure_optimizers` made by `trainer.estimated_stepping_batches`.
@@ -57,9 +88,10 @@ class TrainingLoaders:
         compute_dtype: torch.dtype | None,
         elastic: Any | None = None,
     ) -> Any:
-        """Return what Lightning is to iterate over in place of `loader`; `elastic`: deals training's."""
+        """Return the loader that Lightning iterates over in place of `loader`; `elastic` deals training's."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
+        from lightning_hybrid.data.place import IteratorsOfTraining
         from lightning_hybrid.data.prefetch import prefetch
 
         trainer = module.trainer
@@ -67,112 +99,236 @@ class TrainingLoaders:
             loader.bind_trainer(trainer)
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
+        moves_batches = user_moves_batches(module)
         is_of_fit = trainer.state.fn == "fit" and trainer.training
         if elastic is not None and is_of_fit:
-            has_own = user_moves_batches(module)
-            return elastic.deal(loader, self.seed, lambda one: one if has_own else prefetch(one, device, compute_dtype))
+
+            def prepare(shard: Any) -> Any:
+                return shard if moves_batches else prefetch(shard, device, compute_dtype)
+
+            return elastic.deal(loader, self.seed, prepare)
+
+        is_training = IteratorsOfTraining(trainer) if is_of_fit else None
         if self._is_on and is_of_fit and can_be_exact(loader):
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)
-        # Users who move batches by hooks of their own get the host's.
-        return loader if user_moves_batches(module) else prefetch(loader, device, compute_dtype)
+        # Users who move batches by hooks of their own receive the host's.
+        if not moves_batches:
+            loader = prefetch(loader, device, compute_dtype, is_training)
+        if is_of_fit and not self._has_started:
+            self._processed.append(loader)
+        return loader
 
-    # ---- where a fit goes on ---------------------------------------------------------------------------------------
+    # ---- who reads -------------------------------------------------------------------------------------------------
 
     @property
     def accumulate_grad_batches(self) -> int:
         """Batches of a step."""
         return int(self._trainer.accumulate_grad_batches)
 
+    def is_reading(self, holder: Iterator[Any]) -> bool:
+        """Return whether the training loop holds this iterator, and no look of user code."""
+        from lightning_hybrid.data.place import is_held_by_training
+
+        return is_held_by_training(self._trainer, holder)
+
+    def is_within_training(self) -> bool:
+        """Return whether the training loop is reading loaders now."""
+        return self._trainer.fit_loop._data_fetcher is not None
+
     @property
-    def _exact(self) -> list[ExactLoader]:
+    def _resumes(self) -> list[ExactResume]:
         combined = self._trainer.fit_loop._combined_loader
-        return [] if combined is None else [one.itself for one in combined.flattened if hasattr(one, "itself")]
+        if combined is None:
+            return []
+        return [loader.exact_resume for loader in combined.flattened if hasattr(loader, "exact_resume")]
+
+    # ---- where a fit continues -------------------------------------------------------------------------------------
+
+    def place_of(self, resume: ExactResume) -> Place:
+        """Return the place at which training's iteration of a loader begins now, by the counters of the loop."""
+        from lightning_hybrid.data.place import Place
+
+        self._give_states()  # before `on_train_start` if a loader has no length
+        resume.number = self._resumes.index(resume)
+        fit = self._trainer.fit_loop
+        if not fit.is_resuming or resume.has_begun:
+            return self._next_place(resume)
+
+        start = self._resumed_start()
+        length = resume.length
+        if length:
+            if fit._combined_loader._mode == "max_size_cycle":
+                cycle, batches = divmod(start.batches, length)
+                return Place(start.epoch, cycle, batches)
+            return Place(start.epoch, 0, min(start.batches, length))
+        state = resume.loaded
+        if state is None or state["epoch"] != start.epoch:
+            return start
+        return Place(start.epoch, state["cycle"], state["batches"] - state["total"] + start.batches)
+
+    def _next_place(self, resume: ExactResume) -> Place:
+        """Return the start of the next epoch, or of the next cycle of this one."""
+        from lightning_hybrid.data.place import Place
+
+        fit = self._trainer.fit_loop
+        epoch = fit.epoch_progress.current.processed
+        if fit._data_fetcher.fetched == 0:
+            return Place(epoch)
+        resume.refuse_second_reader()
+        return Place(epoch, resume.current.place.cycle + 1)
 
     def _give_states(self) -> None:
-        states, self._states = [one for one in self._states or () if one is not None], None
+        """Give the loaders the states of the checkpoint, once they are known."""
+        states = [state for state in self._states or () if state is not None]
+        self._states = None
         if not self._trainer.fit_loop.is_resuming:
             return  # of a checkpoint that was validated
-        if len(states) == len(self._exact):
-            for loader, state in zip(self._exact, states, strict=True):
-                loader.load_state_dict(state)
+        resumes = self._resumes
+        if len(states) == len(resumes):
+            for resume, state in zip(resumes, states, strict=True):
+                resume.load_state_dict(state)
         elif states:
             rank_zero_warn(
-                f"The checkpoint has {len(states)} states of training loaders, and there are {len(self._exact)}: none "
-                "is used, and what they have left of the epoch may be other images."
+                f"The checkpoint has {len(states)} states of training loaders, and there are {len(resumes)}: none is "
+                "used, and the rest of the epoch may be other images."
             )
 
-    @property
-    def _accumulated_before(self) -> int:
-        found = next((one.loaded for one in self._exact if one.loaded is not None), None)
-        return self.accumulate_grad_batches if found is None else found["accumulate_grad_batches"]
+    def _resumed_start(self) -> Place:
+        """Return the epoch, and its batches of this run that are done, at which a resumed fit continues.
 
-    def place_of(self, loader: ExactLoader) -> Place:
-        """Return where the iteration of `loader` that begins now is, by the counters of the loop."""
-        from lightning_hybrid.data.batch_counters import place_to_go_on_from
-        from lightning_hybrid.data.exact_loader import Place
+        Raises:
+            NotExactError: The images of a step differ from the interrupted run's.
+        """
+        from lightning_hybrid.data.batch_counters import resumed_place
+        from lightning_hybrid.data.place import Place
 
-        self._give_states()  # before `on_train_start` where a loader has no length
-        loader.number = self._exact.index(loader)
-        fit = self._trainer.fit_loop
-        if not fit.is_resuming or loader.has_begun:
-            is_new_epoch = fit._data_fetcher.fetched == 0
-            return Place(fit.epoch_progress.current.processed, 0 if is_new_epoch else loader.place.cycle + 1)
-        before, length, state = self._accumulated_before, _sized_len(loader), loader.loaded
-        epoch, done = self._place or place_to_go_on_from(self._trainer, accumulate_grad_batches_before=before)
-        if length:
-            is_cycle = fit._combined_loader._mode == "max_size_cycle"
-            return Place(epoch, *(divmod(done, length) if is_cycle else (0, min(done, length))))
-        if state is None or state["epoch"] != epoch:
-            return Place(epoch, 0, done)
-        return Place(epoch, state["cycle"], state["batches"] - state["total"] + done)
+        if self._start is None:
+            self._accumulated_before = self.accumulate_grad_batches
+            for resume in self._resumes:
+                if resume.loaded is not None:
+                    self._accumulated_before = int(resume.loaded["accumulate_grad_batches"])
+            resumed = resumed_place(self._trainer, accumulate_grad_batches_before=self._accumulated_before)
+            if resumed.batches_done:
+                self._set_accumulation_of(resumed.epoch)
+            self._start = Place(resumed.epoch, batches=self._batches_after(resumed))
+        return self._start
+
+    def _set_accumulation_of(self, epoch: int) -> None:
+        """Let `GradientAccumulationScheduler` act: it does so where an epoch starts, and this one started before."""
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")):
+                self._trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
+
+    def _batches_after(self, resumed: ResumedPlace) -> int:
+        """Return the batches of this run that hold the images which the interrupted run had read."""
+        num_done = resumed.batches_done
+        if num_done == 0:
+            return 0
+        if resumed.is_epoch_done:
+            return self._length_of_finished_epoch(num_done)
+        numbers = [resume.batches_after(num_done) for resume in self._resumes]
+        for resume, number in zip(self._resumes, numbers, strict=True):
+            if number != numbers[0]:
+                raise resume.error(
+                    f"of the batches that are done it has read {number}, and another loader of the fit {numbers[0]}: "
+                    "give all loaders the ranks and batch sizes of the checkpoint, or change all by one factor"
+                )
+        return numbers[0] if numbers else num_done
+
+    def _length_of_finished_epoch(self, num_done: int) -> int:
+        """Return the batches of an epoch of which nothing is left; other layouts fill up the last step otherwise."""
+        max_batches = self._trainer.fit_loop.max_batches
+        has_other_batches = any(resume.has_other_batches() for resume in self._resumes)
+        return int(max_batches) if has_other_batches and max_batches < float("inf") else num_done
 
     def on_train_start(self) -> None:
-        """Mend the counters of a resumed fit, as loaders of `data` do, and say what is not exact."""
-        from lightning_hybrid.data.batch_counters import goes_on_in_epoch, rewind_to_whole_steps
+        """Correct the counters of a resumed fit, as loaders of `data` do, and warn of what is not exact."""
+        from lightning_hybrid.data.batch_counters import count_batches_as, goes_on_in_epoch, rewind_to_whole_steps
 
-        trainer, loaders = self._trainer, self._exact
+        trainer = self._trainer
         fit = trainer.fit_loop
-        if not (fit.is_resuming and loaders):
+        if self._is_on:
+            self._refuse_replaced_loaders()
+        self._has_started = True
+        self._processed = []
+        if not fit.is_resuming:
             return
+
         self._give_states()
-        before, is_same_batch, done = self._accumulated_before, False, 0
-        for one in loaders:
-            is_same_batch |= one.loaded is not None and one.loaded["batch_size"] == one.batch_size
-        if goes_on_in_epoch(trainer):
-            for one in trainer.callbacks:
-                # It acts where an epoch starts, and Lightning does not start this one again.
-                if isinstance(one, lightning_types("pytorch.callbacks.GradientAccumulationScheduler")):
-                    trainer.accumulate_grad_batches = one.get_accumulate_grad_batches(trainer.current_epoch)
-            done = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=before, is_same_batch=is_same_batch)
-        self._place = epoch, _ = fit.epoch_progress.current.processed, done
-        if (every := trainer.reload_dataloaders_every_n_epochs) > 1:  # it counts from the epoch in which a fit begins
-            fit._last_train_dl_reload_epoch = epoch - epoch % every
-        if done and any(one.loaded is None and not one.follows_from_epoch for one in loaders):
+        if self._resumes:
+            start = self._resumed_start()
+            if goes_on_in_epoch(trainer):
+                num_before = rewind_to_whole_steps(trainer, accumulate_grad_batches_before=self._accumulated_before)
+                count_batches_as(trainer, num_before, start.batches)
+            every = trainer.reload_dataloaders_every_n_epochs
+            if every > 1:  # Lightning counts from the epoch in which a fit begins
+                fit._last_train_dl_reload_epoch = start.epoch - start.epoch % every
+            self._warn_without_state(start)
+            self._warn()
+        elif self._has_loader_of_data():
+            goes_on_in_epoch(trainer)
+        if self._is_on:
+            warn_of_skipped_epoch_start(trainer)
+
+    def _has_loader_of_data(self) -> bool:
+        combined = self._trainer.fit_loop._combined_loader
+        return combined is not None and any(hasattr(loader, "bind_trainer") for loader in combined.flattened)
+
+    def _refuse_replaced_loaders(self) -> None:
+        """Refuse loaders that stand around those of `process`, because nothing would show who reads."""
+        fit = self._trainer.fit_loop
+        loaders = [] if fit._combined_loader is None else fit._combined_loader.flattened
+        for loader in loaders:
+            if self._processed and not any(loader is processed for processed in self._processed):
+                raise RuntimeError(
+                    f"The training loader (={type(loader).__name__}) must be the one that the strategy's "
+                    "`process_dataloader` returned, so that its place can be followed. Wrap the loader that you give "
+                    "to `Trainer.fit`, or set exact_resume=False."
+                )
+        for resume in self._resumes:
+            if resume.has_begun and fit._data_fetcher.fetched == 0:
+                resume.refuse_second_reader()
+
+    def _warn_without_state(self, start: Place) -> None:
+        stateless = [resume for resume in self._resumes if not resume.has_state]
+        if not start.batches or not stateless:
+            return
+        text = "The checkpoint has no state of the training loader, as `ddp` or exact_resume=False wrote it"
+        if all(resume.traits.follows_from_epoch for resume in stateless):
             rank_zero_warn(
-                "The checkpoint has no state of the training loader, as `ddp` or exact_resume=False wrote it, and its "
-                "order is not one that follows from the epoch alone: what is left of this epoch may be other images."
+                f"{text}. It resumes after {start.batches} batches of the epoch, which is exact with the ranks, the "
+                "batch size and the accumulation of the interrupted run."
             )
-        self._warn()
+        else:
+            rank_zero_warn(
+                f"{text}, and its order is not one that follows from the epoch alone: the rest of this epoch may be "
+                "other images."
+            )
 
     def _warn(self) -> None:
-        for text in () if self._has_warned else filter(None, (one.caveat for one in self._exact)):
-            rank_zero_warn(f"The training loader is not resumed exactly, or not at once: {text}.")
+        if self._has_warned:
+            return
         self._has_warned = True
+        for resume in self._resumes:
+            caveat = resume.caveat()
+            if caveat:
+                rank_zero_warn(f"The training loader is not resumed exactly, or not at once: {caveat}.")
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
-        """Move the states of all ranks to a place of our own. Collective, unless this rank is alone."""
+        """Move the states of all ranks to an entry of our own. Collective, unless this rank is alone."""
         if not self._is_on or self._trainer is None or "loops" not in checkpoint:
             return
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
-        found = of_all_ranks(states, self.rank, is_alone=is_alone)
-        if others := [state for state, own in zip(states, found, strict=True) if own is None]:
-            loop["combined_loader"] = others
-        if any(found):
-            checkpoint[_KEY] = found
+        gathered = states_of_all_ranks(states, self.rank, is_alone=is_alone)
+        states_of_others = [state for state, ours in zip(states, gathered, strict=True) if ours is None]
+        if states_of_others:
+            loop["combined_loader"] = states_of_others
+        if any(gathered):
+            checkpoint[_KEY] = gathered
             self._warn()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -181,62 +337,4 @@ class TrainingLoaders:
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if self._states and "combined_loader" in loop:
             others = iter(loop["combined_loader"])
-            loop["combined_loader"] = [next(others) if one is None else one for one in self._states]
-
-
-def of_all_ranks(states: list[dict[str, Any]], rank: int, *, is_alone: bool) -> list[dict[str, Any] | None]:
-    """Return what a checkpoint holds of these states, None for those of others. Collective, unless `is_alone`."""
-    found: list[Any] = [(rank, [state.get("own") for state in states])]
-    if not is_alone and dist.is_initialized() and dist.get_world_size() > 1:
-        own, found = found[0], [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-    return [
-        {**state, "own": None, "of_ranks": {rank: own[place] for rank, own in found}} if "own" in state else None
-        for place, state in enumerate(states)
-    ]
-
-
-def _sized_len(loader: object) -> Any:
-    return lightning_function("fabric.utilities.data.sized_len")(loader)
-
-
-@dataclass
-class LoopReader:
-    """Who reads in a user's own loop: each iteration is an epoch, and the first goes on from the loaded state."""
-
-    rank: int
-    world_size: int
-    seed: int
-    accumulate_grad_batches: int = 1
-
-    def place_of(self, loader: ExactLoader) -> Place:
-        """Return the next epoch, or the rest of the one that was saved."""
-        from lightning_hybrid.data.exact_loader import Place
-
-        state = loader.loaded or {"epoch": loader.place.epoch, "is_over": True}
-        is_over = state["is_over"] or state["batches"] == _sized_len(loader)
-        return Place(state["epoch"] + 1) if is_over else Place(state["epoch"], 0, state["batches"])
-
-
-class LoopLoaders:
-    """The loaders of a Fabric, and what of them stands in the states that it saves."""
-
-    def __init__(self, exact_resume: bool) -> None:
-        self._is_on, self._num_made = exact_resume, 0
-
-    def process(self, loader: Any, rank: int, world_size: int) -> Any:
-        """Return what a user is to iterate over in place of `loader`."""
-        from lightning_hybrid.data.exact_loader import can_be_exact, exact
-
-        if not self._is_on or not can_be_exact(loader):
-            return loader
-        made = exact(loader, LoopReader(rank, world_size, torch.initial_seed()))
-        made.number, self._num_made = self._num_made, self._num_made + 1
-        return made
-
-    def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return a state with that of all ranks in the place of each loader. Collective, where there is one."""
-        return {
-            name: of_all_ranks([one.state_dict()], rank, is_alone=False)[0] if hasattr(one, "itself") else one
-            for name, one in state.items()
-        }
+            loop["combined_loader"] = [next(others) if state is None else state for state in self._states]

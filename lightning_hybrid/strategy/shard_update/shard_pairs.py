@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.placement import Part, flattened
-from lightning_hybrid.precision.parameter_pair import ParameterPair, raw_bits, cast_, is_rounded
+from lightning_hybrid.precision.parameter_pair import ParameterPair, cast_, is_rounded, raw_bits
 
 Span = tuple[int, int]
 """Elements from begin to end."""

@@ -1,0 +1,212 @@
+"""Rows of a batch: counting them and splitting the batch between them, in any nest of containers.
+
+tensors, NumPy arrays     a row for each sample, in the first dimension
+lists, tuples             an entry for each sample (texts, names), or a nest that holds such columns
+mappings, named tuples,
+dataclasses               a nest
+numbers, texts, None      constants, the same in every part
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+class BatchPart(NamedTuple):
+    """A part of a batch, of the same type, and the number of its rows."""
+
+    batch: Any
+    num_rows: int
+
+
+def split_rows(batch: Any, size: int) -> list[BatchPart]:
+    """Split a batch into parts of `size` rows. The last part has what remains.
+
+    Raises:
+        ValueError: the number of rows is unknown, or it is unknown where samples begin in an object.
+
+    >>> for part in split_rows({"ids": np.arange(3), "names": ["a", "b", "c"], "task": "pairs"}, 2):
+    ...     part.batch
+    {'ids': array([0, 1]), 'names': ['a', 'b'], 'task': 'pairs'}
+    {'ids': array([2]), 'names': ['c'], 'task': 'pairs'}
+    """
+    num_rows = count_rows(batch)
+    if num_rows <= size:
+        return [BatchPart(batch, num_rows)]
+    parts = []
+    for begin in range(0, num_rows, size):
+        end = min(begin + size, num_rows)
+        part = _take_rows(batch, slice(begin, end), num_rows, is_batch=True)
+        parts.append(BatchPart(part, end - begin))
+    return parts
+
+
+def count_rows(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Tensors and arrays decide. If there are none, or if they are single samples of different length, lists do.
+
+    Raises:
+        ValueError: they disagree, or there is an object in which samples cannot be counted.
+
+    >>> count_rows([["a query", "another"], ["its answer", "another"], Tensor(2, 3)])
+    2
+    """
+    _refuse_unknown_objects(batch)
+    array_lengths = {len(leaf) for leaf in _leaves(batch) if _is_array(leaf)}
+    matching = [length for length in sorted(array_lengths) if _has_rows(batch, length)]
+    if not matching:
+        list_lengths = _lengths_of_lists(batch)
+        if not list_lengths and not array_lengths:
+            raise ValueError(
+                f"`batch` (of type {type(batch).__name__}) must hold a row for each sample: it is split between them. "
+                "Return tensors, arrays or lists from the loader."
+            )
+        if len(list_lengths) == 1 and _has_rows(batch, *list_lengths):
+            matching = list(list_lengths)
+        elif not array_lengths:
+            raise ValueError(
+                f"the lists of `batch` (of lengths {sorted(list_lengths)}) must have one entry for each sample: the "
+                "batch is split between samples. Give all of them one length, or put a tensor with a row for each "
+                "sample into the batch."
+            )
+    if len(matching) != 1:
+        raise ValueError(
+            f"the tensors of `batch` (of {sorted(array_lengths)} rows) must have one number of rows, that of samples: "
+            "the batch is split between them. Keep constants in the module, and put samples of different length into "
+            "a list."
+        )
+    return matching[0]
+
+
+# ---- columns, lists of samples, and nests ----------------------------------------------------------------------------
+
+
+def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False) -> Any:
+    if _is_array(value) or _is_sample_list(value, num_rows, is_batch=is_batch):
+        return value[rows]
+    return _with_entries(value, lambda entry: _take_rows(entry, rows, num_rows))
+
+
+def _has_rows(value: Any, num_rows: int, *, is_batch: bool = True) -> bool:
+    """Return whether all arrays have `num_rows` rows, except for those within a list of samples."""
+    if _is_array(value):
+        return len(value) == num_rows
+    if _is_sample_list(value, num_rows, is_batch=is_batch):
+        return True
+    return all(_has_rows(entry, num_rows, is_batch=False) for entry in _entries(value))
+
+
+def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
+    """Return whether a list holds an entry for each sample, and not columns such as `[images, labels]`."""
+    if not _is_list(value) or len(value) != num_rows:
+        return False
+    num_with_columns = sum(_holds_column(entry, num_rows) for entry in value)
+    if is_batch:
+        return num_with_columns == 0
+    # Some samples of a list may have as many tokens as there are samples. If all have, they are columns.
+    if num_with_columns == num_rows:
+        return False
+    if num_rows > 1 and all(_is_list(entry) and len(entry) == num_rows for entry in value):
+        raise ValueError(
+            f"`batch` must not hold a list of {num_rows} lists of {num_rows} entries: the lists may be samples or "
+            "columns. Give them as separate entries of a dictionary, or as a NumPy array with a row for each sample."
+        )
+    return True
+
+
+def _holds_column(value: Any, num_rows: int) -> bool:
+    return any(_is_array(leaf) and len(leaf) == num_rows for leaf in _leaves(value))
+
+
+def _lengths_of_lists(batch: Any) -> set[int]:
+    """Return the lengths of the outermost lists."""
+    if not _is_list(batch):
+        lengths = set[int]()
+        for entry in _entries(batch):
+            lengths |= {len(entry)} if _is_list(entry) else _lengths_of_lists(entry)
+        return lengths
+    if not batch or not all(_is_list(entry) for entry in batch):
+        lengths = {len(entry) for entry in batch if _is_list(entry)}
+        return lengths or {len(batch)}
+    # Columns of texts, as loaders make them, or pairs of texts, as they come from the data set: a batch has more
+    # samples than a sample has fields.
+    lengths = {len(entry) for entry in batch}
+    return {max(len(batch), *lengths)} if len(lengths) == 1 else lengths
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+# ---- walking over a nest ---------------------------------------------------------------------------------------------
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return the entries of a container, none of a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if _is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return []
+
+
+def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with changed entries, and a leaf as it is."""
+    if isinstance(value, Mapping):
+        changed = {key: change(entry) for key, entry in value.items()}
+        if not isinstance(value, MutableMapping):
+            mapping_type: Any = type(value)
+            return mapping_type(changed)
+        duplicate = copy.copy(value)  # a tokenizer's mapping has more than its entries
+        for key, entry in changed.items():
+            duplicate[key] = entry
+        return duplicate
+    if isinstance(value, list | tuple):
+        entries = [change(entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if _is_dataclass(value):
+        duplicate = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(duplicate, field.name, change(getattr(value, field.name)))  # it may be frozen
+        return duplicate
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple) or _is_dataclass(value):
+        for entry in _entries(value):
+            yield from _leaves(entry)
+    else:
+        yield value
+
+
+def requires_grad(batch: Any) -> bool:
+    """Return whether a tensor of the batch requires a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(batch))
+
+
+def _refuse_unknown_objects(batch: Any) -> None:
+    for leaf in _leaves(batch):
+        has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
+        if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
+            raise ValueError(
+                f"`batch` must not hold a {type(leaf).__name__}: the batch is split between samples, and it is unknown "
+                "where they begin in such an object. Use tensors, arrays, lists or dictionaries."
+            )

@@ -1,0 +1,283 @@
+"""Values and settings that a module reads besides its arguments: captured, and shown to it again later.
+
+Buffers           running statistics, queues, vectors of spectral norm
+Parameters        trained ones, which are shown as leaves of their own, and frozen ones
+Environment       autocast, modes, default dtype, training or evaluation
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.lightning_names import lightning_types
+from lightning_hybrid.models.activation_checkpointing import current_function_modes
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BufferValue:
+    """The value that a buffer had."""
+
+    module: nn.Module
+    name: str
+    value: Tensor | None
+
+
+class Buffers:
+    """The buffers of modules, whose values can be captured again and again. Equal values share memory."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._latest: dict[tuple[int, str], Tensor] = {}
+
+    def capture(self) -> list[BufferValue]:
+        """Return the current values."""
+        values = []
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                key = (id(module), name)
+                if buffer is None:
+                    values.append(BufferValue(module, name, None))
+                    continue
+                if key not in self._latest or not _is_equal(self._latest[key], buffer):
+                    # Not by torch's count of writes: BatchNorm's kernels do not raise it.
+                    self._latest[key] = buffer.detach().clone()
+                values.append(BufferValue(module, name, self._latest[key]))
+        return values
+
+    @contextmanager
+    def at(self, values: list[BufferValue]) -> Iterator[None]:
+        """Show copies of earlier values within the context. What is written there is dropped."""
+        current = []
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                current.append((module, name, buffer))
+        try:
+            for captured in values:
+                value = None if captured.value is None else captured.value.clone()
+                setattr(captured.module, captured.name, value)
+            yield
+        finally:
+            for module, name, buffer in current:
+                setattr(module, name, buffer)
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    is_same_kind = first.dtype is second.dtype and first.device == second.device and first.shape == second.shape
+    return is_same_kind and torch.equal(first, second)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+class ParameterValue:
+    """A parameter and the value that it has when this object is made.
+
+    Args:
+        name: for errors.
+        module: the module that has it.
+        attribute: its name there.
+        parameter: the parameter.
+    """
+
+    def __init__(self, name: str, module: nn.Module, attribute: str, parameter: Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.requires_grad = parameter.requires_grad
+        self.value = parameter.detach()  # the same memory
+        self._module = module
+        self._attribute = attribute
+        self._version: int = self.value._version
+        self._fingerprint: Tensor | None = None
+        # An embedding with `max_norm` shortens rows before it reads them, which changes nothing the second time.
+        self._may_be_written = getattr(module, "max_norm", None) is not None
+
+    def take_fingerprint(self) -> None:
+        """Prepare `is_written` for writes of which torch keeps no count, such as `parameter.data.mul_(0.99)`."""
+        self._fingerprint = _fingerprint(self.value)
+
+    def is_written(self) -> bool:
+        """Return whether the value has changed in place."""
+        if self._may_be_written:
+            return False
+        if self.value._version != self._version:
+            return True
+        return self._fingerprint is not None and not torch.equal(self._fingerprint, _fingerprint(self.value))
+
+    def is_replaced(self) -> bool:
+        """Return whether the module has another parameter now."""
+        return self._module._parameters.get(self._attribute) is not self.parameter
+
+    def is_moved(self) -> bool:
+        """Return whether the parameter has other memory now, as after `parameter.data = ...`."""
+        return self.parameter.data_ptr() != self.value.data_ptr()
+
+
+def _fingerprint(value: Tensor) -> Tensor:
+    """Return a number that differs for other bits, in all likelihood."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.contiguous().view(integers[real.element_size()]).sum(dtype=torch.int64)
+
+
+class Parameters:
+    """The parameters of modules, as they are when this object is made.
+
+    Args:
+        root: the module by whose names errors speak of parameters.
+        modules: all modules whose parameters count.
+        takes_fingerprints: as in `ParameterValue`. Reads all values.
+
+    Raises:
+        ValueError: a parameter is a tensor of a kind that cannot be shown as another one.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], *, takes_fingerprints: bool = False) -> None:
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        self._values: dict[int, ParameterValue] = {}
+        for module in modules:
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in self._values:
+                    name = names.get(id(parameter), f"{type(module).__name__}.{attribute}")
+                    _refuse_special_tensor(name, module, parameter)
+                    self._values[id(parameter)] = ParameterValue(name, module, attribute, parameter)
+        self.trained: list[Tensor] = []
+        for value in self._values.values():
+            if value.requires_grad:
+                self.trained.append(value.parameter)
+            if takes_fingerprints:
+                value.take_fingerprint()
+
+    def names_of_changed(self) -> list[str]:
+        """Return the names of parameters that have changed in any way."""
+        return [value.name for value in self._values.values() if value.is_written() or value.is_moved()]
+
+    def names_of_lost(self) -> list[str]:
+        """Return the names of parameters whose values are gone, so that they cannot be shown."""
+        return [value.name for value in self._values.values() if value.is_written() or value.is_replaced()]
+
+    @contextmanager
+    def as_leaves(self) -> Iterator[None]:
+        """Show the earlier values, as leaves of autograd without hooks, within the context.
+
+        Each parameter object points to another C++ tensor meanwhile, with a gradient of its own. So every reference to
+        it is served, also those in lists and in `torch.nn.LSTM`, while hooks of the user's and of
+        DistributedDataParallel belong to the original tensor and do not run.
+        """
+        torch.clear_autocast_cache()  # it has references that forbid an exchange
+        exchanged: list[tuple[Tensor, Tensor]] = []
+        try:
+            for value in self._values.values():
+                leaf: Tensor = nn.Parameter(value.value, requires_grad=value.requires_grad)
+                torch._C._swap_tensor_impl(value.parameter, leaf)
+                exchanged.append((value.parameter, leaf))
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for parameter, leaf in exchanged:
+                torch._C._swap_tensor_impl(parameter, leaf)
+
+
+def _refuse_special_tensor(name: str, module: nn.Module, parameter: Tensor) -> None:
+    kind = type(parameter.detach()).__name__
+    if isinstance(module, torch.jit.ScriptModule) and parameter.requires_grad:
+        kind = "parameter of TorchScript"
+    elif kind == "Tensor" and parameter.is_leaf:
+        return
+    elif not parameter.is_leaf:
+        kind = "result of another computation"
+    raise ValueError(
+        f"`{name}` (a {kind}) must be a plain parameter: `GlobalBatch` runs the module twice, and shows it leaves of "
+        "autograd in place of its parameters. Use the loss without `GlobalBatch`, or a module with parameters that are "
+        "neither sharded, scripted nor computed."
+    )
+
+
+# ---- everything that is not a value ----------------------------------------------------------------------------------
+
+
+class Environment:
+    """The settings under which code of modules runs when this object is made."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._is_training = [(module, module.training) for module in modules]
+        self._function_modes = current_function_modes()
+        self._default_dtype = torch.get_default_dtype()
+        self._autocast: list[dict[str, Any]] = []
+        for device_type in _autocast_devices():
+            self._autocast.append(
+                {
+                    "device_type": device_type,
+                    "dtype": torch.get_autocast_dtype(device_type),
+                    "enabled": torch.is_autocast_enabled(device_type),
+                }
+            )
+
+    @contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Compute in the same arithmetic within the context."""
+        with ExitStack() as stack:
+            for mode in self._function_modes:
+                stack.enter_context(mode)
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(**settings))
+            yield
+
+    @contextmanager
+    def of_modules(self) -> Iterator[None]:
+        """Let modules be in training or evaluation mode as before, and new tensors have the same dtype."""
+        current_dtype = torch.get_default_dtype()
+        current_modes = [(module, module.training) for module, _ in self._is_training]
+        torch.set_default_dtype(self._default_dtype)
+        try:
+            _set_training(self._is_training)
+            yield
+        finally:
+            _set_training(current_modes)
+            torch.set_default_dtype(current_dtype)
+
+
+def _autocast_devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in modes:
+        if module.training is not is_training:
+            module.training = is_training
+
+
+@contextmanager
+def without_logging(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let LightningModules log nothing, and metrics count nothing, within the context."""
+    metric_type: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    module_types = lightning_types("pytorch.LightningModule")
+    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        names: tuple[str, ...] = ()
+        if isinstance(module, module_types):
+            names = ("log", "log_dict")
+        elif isinstance(module, metric_type):
+            names = ("update", "forward")
+        attributes = vars(module)
+        replaced.append((attributes, {name: attributes[name] for name in names if name in attributes}))
+        attributes.update(dict.fromkeys(names, _do_nothing))
+    try:
+        yield
+    finally:
+        for attributes, before in replaced:
+            for name in [name for name, value in attributes.items() if value is _do_nothing]:
+                del attributes[name]
+            attributes.update(before)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass

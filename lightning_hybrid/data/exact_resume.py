@@ -1,0 +1,489 @@
+"""Exact resume of one training loader: its place, the random numbers of its batches, and checks of a resumed order."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hybrid.data.index_lists import (
+    CONTENT,
+    END,
+    LOOK,
+    START,
+    IndexLists,
+    SamplerTraits,
+    checksum_of_batch,
+    epoch_of,
+)
+from lightning_hybrid.data.place import Place
+from lightning_hybrid.data.plain_pass import copy_of_loader, is_bound_to, plain_pass
+from lightning_hybrid.data.random_streams import SeededStreams, restore_stream, state_of_stream, stream_names
+from lightning_hybrid.data.step_layout import StepLayout
+from lightning_hybrid.data.training_pass import TrainingPass
+from lightning_hybrid.lightning_names import lightning_function
+
+_LACKS_SAMPLER_STATE = (
+    "the checkpoint lacks the state of its sampler: one rank alone wrote it, it is of other ranks, or its last step "
+    "was not made"
+)
+_NO_BATCH_PER_LIST = "it does not give one batch for each index list of its sampler"
+_OUT_OF_ORDER = "in_order=False lets its workers decide on the order"
+
+
+class NotExactError(RuntimeError):
+    """The rest of an epoch cannot be the one of the interrupted run: images would be repeated or left out."""
+
+
+class Reader(Protocol):
+    """The rank that reads a loader, and where its iterations begin."""
+
+    rank: int
+    world_size: int
+    seed: int
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of a step."""
+
+    @property
+    def sets_epochs(self) -> bool:
+        """Whether a pass sets the epoch of samplers, because no training loop of Lightning's does."""
+
+    def is_reading(self, holder: Iterator[Any]) -> bool:
+        """Return whether training holds this iterator, and no look of user code."""
+
+    def is_within_training(self) -> bool:
+        """Return whether training is reading loaders now."""
+
+    def place_of(self, resume: ExactResume) -> Place:
+        """Return the place at which an iteration begins now."""
+
+
+class ExactResume:
+    """Place of a training loader, the random numbers of its batches, and the checks of a resumed order.
+
+    Args:
+        loader: The copy of the user's loader, of a class derived from `ExactLoader`.
+        user_loader: The user's.
+        reader: The rank that reads it.
+    """
+
+    def __init__(self, loader: Any, user_loader: DataLoader[Any], reader: Reader) -> None:
+        self.loader = loader
+        self.reader = reader
+        self.number = 0  # of this loader among several
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self.traits = SamplerTraits(user_loader, reader.world_size, reader.rank)
+        self.loaded: dict[str, Any] | None = None  # until the first iteration begins
+        self.has_state = False  # of the interrupted run
+        self.has_begun = False
+        self.current = TrainingPass(Place(-1))
+        self._user_loader = user_loader
+        self._has_ended_once = False
+        self._num_looks = 0
+        self._batches_of_epoch = 0  # over all cycles
+        self._seeded = SeededStreams()
+        sampler_name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        index_lists = IndexLists(getattr(user_loader, sampler_name), self)
+        object.__setattr__(loader, sampler_name, index_lists)  # `DataLoader` refuses to set it
+
+    def without_resume(self) -> DataLoader[Any]:
+        """Return a loader of the user's class, with the attributes that its own methods have changed."""
+        plain = copy_of_loader(self._user_loader)
+        for name, value in vars(self.loader).items():
+            is_replaced = name in ("exact_resume", "sampler", "batch_sampler", "_iterator")
+            if not is_replaced and not is_bound_to(self.loader, value):
+                object.__setattr__(plain, name, value)
+        return plain
+
+    @property
+    def layout(self) -> StepLayout:
+        """Division of a step's images over ranks and batches."""
+        return StepLayout(
+            world_size=self.reader.world_size,
+            batch_size=self.loader.batch_size,
+            accumulate_grad_batches=self.reader.accumulate_grad_batches,
+        )
+
+    @property
+    def length(self) -> int | None:
+        """Batches of an iteration, None if the loader has no length."""
+        length: int | None = lightning_function("fabric.utilities.data.sized_len")(self.loader)
+        return length
+
+    @property
+    def _keeper(self) -> Any:
+        """Owner of the state of a stream: torchdata's loader, or a data set that no worker has copied."""
+        if not self.is_stream:
+            return None
+        of_user_class = self.loader.of_user_class()
+        if hasattr(of_user_class, "load_state_dict"):
+            return of_user_class
+        if self.loader.num_workers == 0 and hasattr(self.loader.dataset, "load_state_dict"):
+            return self.loader.dataset
+        return None
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch of training. The entry `own` differs between ranks."""
+        current = self.current
+        own: dict[str, Any] = {
+            "seed": self.reader.seed,
+            "checksum": current.checksum,
+            "kept": dict(current.stream_states),
+        }
+        if self.traits.own_streams:
+            own["streams"] = current.own_streams
+            own["streams_now"] = self._states_of_streams()
+        return {
+            "epoch": current.place.epoch,
+            "cycle": current.place.cycle,
+            "batches": current.batches_done,
+            "total": self._batches_of_epoch,
+            "is_over": current.is_exhausted,
+            "world_size": self.reader.world_size,
+            "batch_size": self.loader.batch_size,
+            "num_workers": self.loader.num_workers,
+            "accumulate_grad_batches": self.reader.accumulate_grad_batches,
+            "dealt": self.traits.dealt,
+            "sampler_epochs": current.sampler_epochs,
+            "dataset_epoch": current.dataset_epoch,
+            "own": own,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state whose entry `of_ranks` holds `own` of each rank.
+
+        The state that torchdata's loader saves under `ddp` is not used.
+        """
+        if "of_ranks" not in state_dict:
+            return
+        of_ranks = state_dict["of_ranks"]
+        own = None
+        if state_dict["world_size"] == self.reader.world_size:
+            own = of_ranks.get(self.reader.rank)
+        self.loaded = {**state_dict, "own": own}
+        self.has_state = True
+        # Ranks differ in the other words of a seed, so that any rank's seed serves another number of ranks.
+        seed_of = own if own is not None else next(iter(of_ranks.values()))
+        self.reader.seed = seed_of["seed"]
+
+    def caveat(self) -> str:
+        """Return a warning about state that is restored inexactly or slowly, or an empty string."""
+        if self.loader.num_workers and not self.loader.in_order:
+            return _OUT_OF_ORDER
+        if not self.current.matches_index_lists:
+            return _NO_BATCH_PER_LIST
+        if self.is_stream:
+            counts = "counts that a stream keeps from epoch to epoch are not restored"
+            if self._keeper is not None:
+                return counts
+            return f"it reads the batches before the checkpoint again, because its state is out of reach, and {counts}"
+        loader = self._user_loader
+        names = stream_names(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+        if names:
+            listed = ", ".join(f"`{name}`" for name in names)
+            return f"random numbers that its data set, transforms or `collate_fn` draw from {listed} are not restored"
+        return ""
+
+    # ---- random numbers --------------------------------------------------------------------------------------------
+
+    def words(self, purpose: int, batch_number: int = 0) -> tuple[int, ...]:
+        """Return the numbers that seed the global streams for a purpose."""
+        place = self.current.place
+        words = (self.reader.seed % 2**64, self.number, place.epoch, place.cycle, batch_number, purpose)
+        return (*words, self.reader.rank) if purpose == CONTENT else words
+
+    def seeded_for(self, purpose: int, batch_number: int = 0) -> AbstractContextManager[None]:
+        """Return the context in which the global streams are seeded for a purpose."""
+        return self._seeded(*self.words(purpose, batch_number))
+
+    def _states_of_streams(self) -> list[Any]:
+        return [state_of_stream(stream) for stream in self.traits.own_streams]
+
+    def _restore_streams(self, states: Sequence[Any]) -> None:
+        # A checkpoint of `ddp` has no states.
+        for stream, state in zip(self.traits.own_streams, states, strict=False):
+            restore_stream(stream, state)
+
+    # ---- iteration -------------------------------------------------------------------------------------------------
+
+    def is_read_by_training(self, holder: Iterator[Any]) -> bool:
+        """Return whether the training loop holds this iterator."""
+        return self.reader.is_reading(holder)
+
+    def plain_pass(self) -> Iterator[Any]:
+        """Begin an iteration over all batches, which moves nothing."""
+        self._num_looks += 1
+        words = (self.reader.seed % 2**64, self.number, self._num_looks, LOOK, self.reader.rank)
+        return plain_pass(self._user_loader, *words, is_training=self.reader.is_within_training())
+
+    def rest_of_epoch(self) -> Iterator[Any]:
+        """Begin the training loop's iteration, at the place that the reader says."""
+        place = self.reader.place_of(self)
+        if place.cycle and not self.has_begun and not self._has_ended_once:
+            # Lightning then asks again, and remembers that this loader has ended once.
+            self._has_ended_once = True
+            return iter(())
+        return _Batches(self, self._start(place))
+
+    def _start(self, place: Place) -> Iterator[Any]:
+        state = self.loaded if self.loaded is not None else {}
+        self.loaded = None
+        is_saved_pass = place[:2] == (state.get("epoch"), state.get("cycle"))
+        own = state.get("own") or {}
+        length = self.length
+        is_over = length is not None and place.batches >= length > 0
+        if place.batches and not is_over:
+            self._refuse_unless_exact(state, place, is_saved_pass)
+
+        is_first = not self.has_begun and not state
+        self.has_begun = True
+        self._check_order_before(place, state)
+        if not is_saved_pass or is_over:
+            # A sampler that is drawn to its end again may draw once more, so that its last state is taken.
+            self._restore_streams(own.get("streams_now", ()))
+
+        self.current = TrainingPass(place)
+        self.current.expects_batch = length is not None and 0 < place.batches < length
+        if is_saved_pass:
+            self._batches_of_epoch = place.batches + state["total"] - state["batches"]
+        elif place.cycle == 0:
+            self._batches_of_epoch = place.batches
+        if is_over:
+            return iter(())
+
+        self._set_epochs(state, is_saved_pass)
+        if is_first or not self.loader.persistent_workers:
+            # A `DataLoader` draws the seed of its workers here, so that the run's other numbers stay those of `ddp`.
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        if is_saved_pass and own:
+            self._restore_streams(own.get("streams", ()))
+            if self.layout.has_batches_of(StepLayout.from_state(state)):
+                self.current.expected = state["batches"], own["checksum"]
+        self.current.own_streams = self._states_of_streams()
+        return self._iterator_after_place(own.get("kept", {}) if is_saved_pass else {})
+
+    def _iterator_after_place(self, stream_states: Mapping[int, Any]) -> Iterator[Any]:
+        """Return the user's iterator, moved to the place of the pass."""
+        place = self.current.place
+        num_restored = max((number for number in stream_states if number <= place.batches), default=0)
+        if num_restored:
+            self._keeper.load_state_dict(stream_states[num_restored])
+
+        generator = self.loader.generator
+        self.loader.generator = None
+        try:
+            with self.seeded_for(START):
+                batches: Iterator[Any] = self.loader.of_user_class().__iter__()
+        finally:
+            self.loader.generator = generator
+
+        if self.is_stream:
+            num_before = self._batches_of_epoch
+            self.current.batches_done = num_restored
+            while self.current.batches_done < place.batches:
+                self.read(batches)
+            self._batches_of_epoch = num_before
+        return batches
+
+    def _set_epochs(self, state: Mapping[str, Any], is_saved_pass: bool) -> None:
+        """Set samplers, and a data set with epochs, to what the interrupted run had set them to.
+
+        Without a checkpoint Lightning and the user's hooks set them. In mid-epoch these hooks do not run again.
+        """
+        place = self.current.place
+        if self.reader.sets_epochs:
+            lightning_function("fabric.utilities.data._set_sampler_epoch")(self.loader, place.epoch)
+        is_read_before_hooks = bool(state) and self.length is None
+        if is_saved_pass:
+            self.traits.set_epochs(state["sampler_epochs"], place.epoch)
+            if state["dataset_epoch"] is not None:
+                self.loader.dataset.set_epoch(state["dataset_epoch"])
+        elif place.batches or is_read_before_hooks:
+            self.traits.set_epochs([None] * len(self.traits.samplers), place.epoch)
+        self.current.sampler_epochs = self.traits.epochs()
+        self.current.dataset_epoch = epoch_of(self.loader.dataset)
+
+    def _check_order_before(self, place: Place, state: Mapping[str, Any]) -> None:
+        """Warn if the order cannot be the interrupted run's from the next epoch on."""
+        own = state.get("own") or {}
+        if state and not own and self.traits.own_streams and not self.traits.follows_from_epoch:
+            warnings.warn(f"The training loader's order may be another one: {_LACKS_SAMPLER_STATE}.", stacklevel=2)
+        if self.is_stream or self.traits.follows_from_epoch or own.get("checksum") is None:
+            return
+        is_saved_pass = place[:2] == (state["epoch"], state["cycle"])
+        if state["batches"] and not is_saved_pass:
+            self._replay_index_lists(place, state, own)
+
+    def _replay_index_lists(self, place: Place, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Draw the index lists of the epoch before again, because there are none of the next one to compare with."""
+        epochs = self.traits.epochs()
+        self._restore_streams(own.get("streams", ()))
+        self.current = TrainingPass(Place(state["epoch"], state["cycle"]))
+        self.traits.set_epochs(state["sampler_epochs"], state["epoch"])
+        self.current.expected = state["batches"], own["checksum"]
+        index_lists = iter(self.loader._index_sampler)
+        try:
+            deque(islice(index_lists, state["batches"]), maxlen=0)
+        except NotExactError as error:
+            warnings.warn(f"{error} From this epoch's end on, images may be others.", stacklevel=2)
+        self.traits.set_epochs(epochs, place.epoch)
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, and count it."""
+        current = self.current
+        with nullcontext() if self.loader.num_workers else self.seeded_for(CONTENT, current.batches_done):
+            batch = next(batches, END)
+        if batch is END:
+            current.is_exhausted = True
+            if current.expects_batch:
+                # The sampler had given all index lists by then.
+                current.matches_index_lists = False
+                raise self.error(_NO_BATCH_PER_LIST)
+            raise StopIteration
+        current.batches_done += 1
+        current.expects_batch = False
+        self._batches_of_epoch += 1
+        self._note_state_after(batch)
+        return batch
+
+    def _note_state_after(self, batch: Any) -> None:
+        current = self.current
+        keeper = self._keeper
+        if keeper is not None:
+            current.stream_states[current.batches_done] = copy.deepcopy(keeper.state_dict())
+            # Lightning may hold one batch, and a step that was not made is read again.
+            num_needed = self.reader.accumulate_grad_batches + 2
+            current.stream_states.pop(current.batches_done - num_needed, None)
+        elif self.is_stream:
+            current.checksum = checksum_of_batch(batch)
+            self.compare(current.batches_done, current.checksum)
+        elif current.matches_index_lists:
+            num_ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+            current.matches_index_lists = 1 <= len(current.pending_checksums) <= 1 + num_ahead
+            if current.matches_index_lists:
+                current.checksum = current.pending_checksums.popleft()
+            else:
+                current.checksum = None
+                if current.place.batches:
+                    raise self.error(_NO_BATCH_PER_LIST)
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def compare(self, batch_number: int, checksum: int | None) -> None:
+        """Compare the order with the interrupted run's, at the batch where that run was saved."""
+        expected = self.current.expected
+        if expected is None or batch_number != expected[0]:
+            return
+        self.current.expected = None
+        if checksum != expected[1]:
+            source = "data set" if self.is_stream else "sampler"
+            raise self.error(
+                f"its {source} does not repeat what it gave before the checkpoint, because it draws from streams that "
+                "it makes itself, counts its iterations, or is another one. Let its order follow from `set_epoch`, a "
+                "generator that it holds, or the global streams"
+            )
+
+    def compare_end_of_order(self) -> None:
+        """Refuse an order that ends before the batch where the interrupted run was saved."""
+        if self.current.expected is not None:
+            self.compare(self.current.expected[0], None)
+
+    def batches_after(self, batches_done: int) -> int:
+        """Return the place in batches of this run after `batches_done` batches of the loaded state's run.
+
+        Raises:
+            NotExactError: The images of a step differ.
+        """
+        if self.loaded is None:
+            return batches_done
+        saved = StepLayout.from_state(self.loaded)
+        try:
+            return self.layout.batches_after(batches_done, saved, is_dealt=self._is_dealt_as(self.loaded))
+        except ValueError as error:
+            raise self.error(str(error)) from None
+
+    def has_other_batches(self) -> bool:
+        """Return whether the batches of the loaded state's run hold other images than the batches of this run."""
+        return self.loaded is not None and not self.layout.has_batches_of(StepLayout.from_state(self.loaded))
+
+    def refuse_second_reader(self) -> None:
+        """Refuse a second iteration of the training loop while the first one has batches left.
+
+        A user who iterates over the `CombinedLoader` of a fit puts other iterators in the place of training's.
+        """
+        length = self.length
+        is_over = self.current.is_exhausted or (length is not None and self.current.batches_done >= length)
+        if not is_over:
+            raise RuntimeError(
+                f"The training loader (={type(self.loader).__name__}) must be read by one training loop at a time, and "
+                "is read again in the middle of an epoch: images would be left out. Iterate over "
+                "`trainer.train_dataloader` in place of the `CombinedLoader` that holds it."
+            )
+
+    def _is_dealt_as(self, state: Mapping[str, Any]) -> bool:
+        return self.traits.dealt is not None and self.traits.dealt == state["dealt"]
+
+    def _refuse_unless_exact(self, state: Mapping[str, Any], place: Place, is_saved_pass: bool) -> None:
+        """Refuse a place in mid-epoch after which batches would be others. A checkpoint of `ddp` says nothing."""
+        if self.loader.num_workers and not self.loader.in_order:
+            raise self.error(_OUT_OF_ORDER)
+        if not state:
+            return
+        saved = StepLayout.from_state(state)
+        num_workers = self.loader.num_workers
+        own = state["own"]
+        if any(rank_state["checksum"] is None for rank_state in state["of_ranks"].values()):
+            raise self.error(_NO_BATCH_PER_LIST)
+        if not self.layout.has_batches_of(saved):
+            if place.cycle or state["cycle"]:
+                self._refuse_other_cycle(saved)
+        elif self.is_stream and num_workers != state["num_workers"]:
+            saved_workers = state["num_workers"]
+            raise self.error(
+                f"`num_workers` (={num_workers}) must be that of the checkpoint: set num_workers={saved_workers}"
+            )
+        else:
+            lacks_own = own is None and not self.traits.follows_from_epoch
+            lacks_streams = bool(self.traits.own_streams) and not is_saved_pass
+            if place.batches < 0 or lacks_own or lacks_streams:
+                raise self.error(_LACKS_SAMPLER_STATE)
+
+    def _refuse_other_cycle(self, saved: StepLayout) -> None:
+        for name in ("world_size", "batch_size"):
+            value = getattr(self.layout, name)
+            saved_value = getattr(saved, name)
+            if value != saved_value:
+                raise self.error(
+                    f"it has ended once in this epoch and began again, where `{name}` (={value}) must be that of the "
+                    f"checkpoint: set {name}={saved_value}"
+                )
+
+    def error(self, reason: str) -> NotExactError:
+        """Return the error that names this loader and the reason."""
+        return NotExactError(
+            f"The training loader ({type(self.loader).__name__} of {type(self.loader.dataset).__name__}) cannot be "
+            f"resumed in the middle of an epoch: {reason}. Or resume from an epoch's end, or with exact_resume=False "
+            "from other images."
+        )
+
+
+class _Batches(Iterator[Any]):
+    """Iterator of the training loop, which counts what it gives."""
+
+    def __init__(self, resume: ExactResume, batches: Iterator[Any]) -> None:
+        self._resume = resume
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return self._resume.read(self._batches)

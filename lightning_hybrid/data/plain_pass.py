@@ -1,0 +1,110 @@
+"""Passes over a training loader that move nothing of training: neither a sampler, nor a stream, nor the loader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hybrid.data.index_lists import END
+from lightning_hybrid.data.random_streams import SeededStreams
+
+
+def plain_pass(loader: DataLoader[Any], *words: int, is_training: bool) -> Iterator[Any]:
+    """Yield all batches of a copy of `loader`, with random numbers that follow from `words`.
+
+    Args:
+        loader: The user's loader, with its own samplers.
+        *words: Numbers that seed the global streams during the pass.
+        is_training: Whether a training loop is reading the same loader now.
+
+    Raises:
+        RuntimeError: A sampler, or a stream's data set, cannot be copied while training draws from it.
+    """
+    separate = _separate_copy(loader, is_training)
+    seeded = SeededStreams()
+    with seeded(*words):
+        batches = iter(separate)
+    batch_number = 0
+    while True:
+        with seeded(*words, batch_number):
+            batch = next(batches, END)
+        if batch is END:
+            return
+        yield batch
+        batch_number += 1
+
+
+def copy_of_loader(loader: DataLoader[Any]) -> Any:
+    """Return a shallow copy whose bound methods, such as a `collate_fn` of its class, are bound to the copy."""
+    copied = copy.copy(loader)
+    copied._iterator = None  # workers that persist belong to the loader itself
+    for name, value in vars(loader).items():
+        if not is_bound_to(loader, value):
+            continue
+        if isinstance(value, partial):
+            method = MethodType(value.func.__func__, copied)  # type: ignore[attr-defined]
+            setattr(copied, name, partial(method, *value.args, **value.keywords))
+        else:
+            setattr(copied, name, MethodType(value.__func__, copied))
+    return copied
+
+
+def is_bound_to(loader: DataLoader[Any], value: Any) -> bool:
+    """Return whether `value` is a method of `loader`, or a `functools.partial` of one."""
+    function = value.func if isinstance(value, partial) else value
+    return isinstance(function, MethodType) and function.__self__ is loader
+
+
+def _separate_copy(loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
+    """Return a copy with samplers and generators of its own; it shares a data set of images."""
+    copied = copy_of_loader(loader)
+    dataset = loader.dataset
+    names = ["sampler", "batch_sampler", "generator"]
+    # A stream counts what it has given, so that it needs a copy. Workers make copies by themselves.
+    copies_stream = isinstance(dataset, IterableDataset) and not loader.num_workers
+    if copies_stream:
+        names.append("dataset")
+    # Samplers hold the data set, or the data set below a `Subset`, and images must not be copied with them.
+    memo = {}
+    for part in _below(dataset):
+        if not (copies_stream and isinstance(part, IterableDataset)):
+            memo[id(part)] = part
+    for name in names:
+        try:
+            value = copy.deepcopy(getattr(loader, name), memo)
+        except Exception as error:
+            if is_training:
+                raise RuntimeError(_cannot_copy(loader, name, error)) from error
+            value = getattr(loader, name)
+        object.__setattr__(copied, name, value)  # `DataLoader` refuses to set some of them
+    return copied
+
+
+def _below(dataset: Any) -> list[Any]:
+    """Return a data set and the data sets that it consists of."""
+    datasets: list[Any] = []
+    waiting = [dataset]
+    while waiting:
+        current = waiting.pop()
+        if current is None or any(current is known_dataset for known_dataset in datasets):
+            continue
+        datasets.append(current)
+        waiting.append(getattr(current, "dataset", None))
+        parts = getattr(current, "datasets", None)
+        if isinstance(parts, list | tuple):
+            waiting.extend(parts)
+    return datasets
+
+
+def _cannot_copy(loader: DataLoader[Any], name: str, error: Exception) -> str:
+    kind = type(getattr(loader, name)).__name__
+    return (
+        f"The training loader (={type(loader).__name__}) cannot be read outside of the training loop, because its "
+        f"`{name}` (={kind}) cannot be copied ({error}), and a second reader would move it. Read a loader of your own "
+        "there, or set exact_resume=False."
+    )

@@ -1,0 +1,42 @@
+"""Warning about hooks at the start of an epoch, which do not run when a fit resumes in the middle of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hybrid.lightning_names import is_overridden, lightning_types
+
+_HOOK = "on_train_epoch_start"
+# Callbacks of these packages set nothing there that a resumed epoch lacks, or are set by the strategy.
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid")
+
+
+def warn_of_skipped_epoch_start(trainer: Any) -> None:
+    """Warn if a resumed fit continues in an epoch whose start ran before the checkpoint, and user code acts there.
+
+    What the hook sets on a data set, a sampler or a loss is as a new epoch 0 has it. Lightning says so only of loaders
+    without a state.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    names = [type(callback).__name__ for callback in trainer.callbacks if _is_users(callback)]
+    module = trainer.lightning_module
+    if is_overridden(_HOOK, module, "pytorch.LightningModule"):
+        names.append(type(module).__name__)
+    if names:
+        listed = ", ".join(f"`{name}.{_HOOK}`" for name in names)
+        rank_zero_warn(
+            f"The fit continues in the middle of epoch {trainer.current_epoch}, whose {listed} ran before the "
+            "checkpoint and does not run again until the next epoch. Let `on_train_start` set what the hook sets from "
+            "`trainer.current_epoch`, such as the strength of an augmentation or the weight of a loss."
+        )
+
+
+def _is_users(callback: Any) -> bool:
+    is_lambda = isinstance(callback, lightning_types("pytorch.callbacks.LambdaCallback"))
+    if is_lambda:
+        return _HOOK in vars(callback)
+    is_of_package = type(callback).__module__.partition(".")[0] in _PACKAGES
+    return not is_of_package and is_overridden(_HOOK, callback, "pytorch.Callback")

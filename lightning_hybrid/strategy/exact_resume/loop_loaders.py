@@ -1,0 +1,82 @@
+"""Loaders of a user's own loop, written with Fabric, and their states in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ranks
+
+# Imported in functions: their package brings loaders of our own.
+if TYPE_CHECKING:
+    from lightning_hybrid.data.exact_resume import ExactResume
+    from lightning_hybrid.data.place import Place
+
+
+@dataclass
+class LoopReader:
+    """Reader in a user's own loop: each iteration is an epoch, and the first continues from the loaded state."""
+
+    rank: int
+    world_size: int
+    seed: int
+    accumulate_grad_batches: int = 1
+    sets_epochs: bool = True  # Fabric counts iterations from 0 after a resume
+
+    def is_reading(self, holder: Iterator[Any]) -> bool:
+        """Return True: all iterators are the user's."""
+        return True
+
+    def is_within_training(self) -> bool:
+        """Return True: only the user knows."""
+        return True
+
+    def place_of(self, resume: ExactResume) -> Place:
+        """Return the next epoch, or the rest of the one that was saved."""
+        from lightning_hybrid.data.place import Place
+
+        state = resume.loaded
+        if state is None:
+            return Place(resume.current.place.epoch + 1)
+        if state["is_over"]:
+            return Place(state["epoch"] + 1)
+        batches_done = resume.batches_after(state["batches"])
+        length = resume.length
+        if length is not None and batches_done >= length:
+            return Place(state["epoch"] + 1)
+        return Place(state["epoch"], 0, batches_done)
+
+
+class LoopLoaders:
+    """Loaders of a Fabric, and their states in the checkpoints that it saves.
+
+    Args:
+        exact_resume: Whether a user's own `DataLoader` resumes exactly.
+    """
+
+    def __init__(self, exact_resume: bool) -> None:
+        self._is_on = exact_resume
+        self._num_loaders = 0
+
+    def process(self, loader: Any, rank: int, world_size: int) -> Any:
+        """Return the loader that the user iterates over in place of `loader`."""
+        from lightning_hybrid.data.exact_loader import can_be_exact, exact
+
+        if not self._is_on or not can_be_exact(loader):
+            return loader
+        exact_loader = exact(loader, LoopReader(rank, world_size, torch.initial_seed()))
+        exact_loader.exact_resume.number = self._num_loaders
+        self._num_loaders += 1
+        return exact_loader
+
+    def with_states(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return a state with the states of all ranks in the place of each loader. Collective, if there is one."""
+        with_states: dict[str, Any] = {}
+        for name, value in state.items():
+            if hasattr(value, "exact_resume"):
+                value = states_of_all_ranks([value.state_dict()], rank, is_alone=False)[0]
+            with_states[name] = value
+        return with_states

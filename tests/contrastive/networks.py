@@ -1,0 +1,273 @@
+"""Networks as users write them, and a step of each through `GlobalBatch` and with all activations kept."""
+
+import copy
+import random
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
+from tests.scenes import same, this_rank
+
+PAIRS, CHUNK, FEATURES = 12, 4, 8
+
+
+class Network(nn.Module):
+    """Two views of the rows of a batch, by one network."""
+
+    def __init__(self, *more):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), *more, nn.Tanh(), nn.Linear(16, 6))
+
+    def noisy(self, x):
+        return x
+
+    def embed(self, x):
+        return self.net(self.noisy(x)), self.net(self.noisy(x.flip(1)))
+
+
+class PythonsRandom(Network):
+    def noisy(self, x):
+        return x * torch.tensor([random.random() < 0.7 for _ in range(x.shape[1])])
+
+
+class NumPysRandom(Network):
+    def noisy(self, x):
+        return x + torch.from_numpy(np.random.standard_normal(x.shape)).float()
+
+
+class OwnGenerator(Network):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def noisy(self, x):
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+class Augmentations:
+    def __init__(self):
+        self.generators = {"noise": np.random.default_rng(3), "mask": random.Random(4)}
+        self.legacy = [np.random.RandomState(5)]
+        self.shift = partial(torch.randn, 1, generator=torch.Generator().manual_seed(6))
+
+    def __call__(self, x):
+        keep = self.generators["mask"].random() < 0.5
+        noise = self.generators["noise"].normal(size=x.shape) + self.legacy[0].normal()
+        return x * keep + torch.from_numpy(noise).float() + self.shift()
+
+
+class GeneratorsOfHelpers(Network):
+    def __init__(self):
+        super().__init__()
+        self.augment = Augmentations()
+
+    def noisy(self, x):
+        return self.augment(x)
+
+
+class OldSpectralNorm(Network):
+    def __init__(self):
+        super().__init__()
+        nn.utils.spectral_norm(self.net[0])
+
+
+class SpectralNorm(Network):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.net[0])
+
+
+class WeightNorm(Network):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[0])
+
+
+class Normalised(Network):
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(16))
+
+
+class Checkpointed(Network):
+    def __init__(self, use_reentrant):
+        super().__init__(nn.Dropout())
+        self.stem = nn.Linear(FEATURES, FEATURES)
+        self.use_reentrant = use_reentrant
+
+    def embed(self, x):
+        return tuple(checkpoint(self.net, self.stem(view), use_reentrant=self.use_reentrant) for view in (x, x.flip(1)))
+
+
+class GradientHooks(Network):
+    """Clipping and scaling of single gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.net[0].weight.register_hook(lambda grad: 0.5 * grad)
+        self.net[2].weight.register_post_accumulate_grad_hook(lambda p: self.calls.append(p.grad.clone()))
+
+
+class Recurrent(Network):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+
+    def embed(self, x):
+        return tuple(self.lstm(view.view(len(view), 4, 2))[0].flatten(1) for view in (x, x.flip(1)))
+
+
+class ListOfWeights(Network):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
+        self.shortcuts = [self.weight]
+
+    def noisy(self, x):
+        return x @ self.shortcuts[0]
+
+
+class ShortWords(Network):
+    """An embedding that shortens its rows in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, FEATURES, max_norm=0.5)
+
+    def noisy(self, x):
+        return x + self.words((x.abs() * 9).long().clamp(max=9)[:, 0])
+
+
+class HiddenTeacher(Network):
+    """A teacher that is kept out of checkpoints, in training mode, and a queue of its outputs."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(16))
+        self.hidden = [copy.deepcopy(self.net).requires_grad_(False)]
+        self.register_buffer("queue", torch.randn(PAIRS, 6))
+
+    def embed(self, x):
+        with torch.no_grad():
+            keys = self.hidden[0](x)
+        similarities = self.net(x) @ self.queue.T
+        self.queue = torch.cat([keys, self.queue])[:PAIRS]
+        return similarities, similarities.detach() + keys @ self.queue.T
+
+
+class MovingCentre(Network):
+    """A centre of a teacher's outputs, which begins with the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", None)
+
+    def embed(self, x):
+        student = self.net(x)
+        teacher = self.net(x.flip(1)).detach()
+        if self.centre is None:
+            self.centre = teacher.mean(0)
+        teacher = teacher - self.centre
+        self.centre.data.mul_(0.9).add_(0.1 * teacher.mean(0))
+        return student, teacher
+
+
+NETWORKS = {
+    "plain": Network,
+    "dropout": partial(Network, nn.Dropout()),
+    "Python's random": PythonsRandom,
+    "NumPy's random": NumPysRandom,
+    "a generator of its own": OwnGenerator,
+    "generators of a helper": GeneratorsOfHelpers,
+    "BatchNorm": Normalised,
+    "spectral norm, old": OldSpectralNorm,
+    "spectral norm": SpectralNorm,
+    "weight norm": WeightNorm,
+    "reentrant checkpoint": partial(Checkpointed, True),
+    "checkpoint": partial(Checkpointed, False),
+    "gradient hooks": GradientHooks,
+    "LSTM": Recurrent,
+    "a list of weights": ListOfWeights,
+    "embedding with max_norm": ShortWords,
+    "hidden teacher and queue": HiddenTeacher,
+    "moving centre": MovingCentre,
+}
+DEPENDS_ON_PARTS = {"BatchNorm", "spectral norm, old", "spectral norm", "hidden teacher and queue", "moving centre"}
+DRAWS = {
+    "dropout",
+    "Python's random",
+    "NumPy's random",
+    "a generator of its own",
+    "generators of a helper",
+    "reentrant checkpoint",
+    "checkpoint",
+}
+
+
+def data(num_pairs=PAIRS):
+    return torch.randn(num_pairs, FEATURES, generator=torch.Generator().manual_seed(1))
+
+
+def seed():
+    torch.manual_seed(7 + this_rank())
+    np.random.seed(8 + this_rank())
+    random.seed(9 + this_rank())
+
+
+def drawn():
+    return torch.rand(1).item(), np.random.rand(), random.random()
+
+
+def state_after(network):
+    """What a step leaves: gradients, buffers, and the places of all streams of random numbers."""
+    grads = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    buffers = dict(network.named_buffers())
+    for hidden in getattr(network, "hidden", []):
+        buffers |= {f"hidden.{name}": buffer for name, buffer in hidden.named_buffers()}
+    own = [network.generator.get_state()] if hasattr(network, "generator") else []
+    return grads, buffers, drawn(), own
+
+
+LOSS = InfoNCE(0.5, block=2)
+
+
+def made(make):
+    torch.manual_seed(0)
+    network = make()
+    seed()
+    return network
+
+
+def nothing(network):
+    pass
+
+
+def with_activations_kept(make, x, chunk=CHUNK, between=nothing):
+    """A step; `between(network)` is called between forward and backward."""
+    network = made(make)
+    parts = [network.embed(part) for part in x.split(chunk)]
+    loss = LOSS(*map(torch.cat, zip(*parts, strict=True)))
+    between(network)
+    loss.backward()
+    return state_after(network)
+
+
+def with_global_batch(make, x, chunk=CHUNK, between=nothing):
+    """The same step by `GlobalBatch`."""
+    network = made(make)
+    loss = GlobalBatch(LOSS, chunk=chunk)(network.embed, x)
+    between(network)
+    loss.backward()
+    return state_after(network)
+
+
+def assert_same_step(found, expected):
+    assert found[0].keys() == expected[0].keys()
+    for name, grad in expected[0].items():
+        assert (found[0][name] - grad).norm() <= 1e-6 * grad.norm() + 1e-9, name
+    assert same(found[1], expected[1])
+    assert found[2] == expected[2]
+    assert same(found[3], expected[3])

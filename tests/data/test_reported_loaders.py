@@ -1,0 +1,354 @@
+"""Loaders and hooks as users have reported them, resumed in the middle of an epoch: exact, or said, or refused."""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from lightning_hybrid.data import EpochOrder, ResumableLoader
+from lightning_hybrid.data.exact_loader import exact
+from lightning_hybrid.data.random_streams import stream_names
+from tests import toy
+from tests.data.user_loaders import Saves
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only", "ignore:The dataloader")
+
+
+class Net(pl.LightningModule):
+    """Notes the step and the images of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.read: list[tuple[int, list[Any]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.read.append((self.trainer.global_step, batch.tolist()))
+        return self.net(batch.float().reshape(-1, 1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-4)
+
+
+def fit(module: Net, loader: Any, *callbacks: pl.Callback, folder: Any = None, **options: Any) -> list[str]:
+    """Fit, and return the warnings."""
+    pl.seed_everything(0, verbose=False)
+    ckpt_path = options.pop("ckpt_path", None)
+    saves = [] if folder is None else [Saves(str(folder), [3, 11])]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = toy.trainer(callbacks=[*callbacks, *saves], **{"max_epochs": 2, **options})
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return [str(warning.message) for warning in caught]
+
+
+class LooksFirst(Net):
+    """Initialises from the first batch, as ActNorm does."""
+
+    def on_train_start(self) -> None:
+        next(iter(self.trainer.train_dataloader))
+
+
+def test_a_look_for_the_first_batch_leaves_what_a_resume_reads(tmp_path):
+    whole = Net()
+    fit(whole, DataLoader(range(16), 2, shuffle=True), folder=tmp_path)
+    resumed = LooksFirst()
+    fit(resumed, DataLoader(range(16), 2, shuffle=True), ckpt_path=f"{tmp_path}/3.ckpt")
+    assert resumed.read == whole.read[3:]
+
+
+class Noisy(Dataset):
+    strength = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        return index + 100 * self.strength
+
+
+class Harder(pl.Callback):
+    def __init__(self, dataset: Noisy) -> None:
+        self.dataset = dataset
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.dataset.strength = 10 * trainer.current_epoch
+
+
+class WeighsByEpoch(Net):
+    def on_train_epoch_start(self) -> None:
+        self.weight = 0.5**self.current_epoch
+
+
+def warnings_of_hooks(path: str | None, folder: Any, module: Net, *callbacks: pl.Callback) -> list[str]:
+    said = fit(module, DataLoader(range(32), 4, shuffle=True), *callbacks, ckpt_path=path, folder=folder)
+    return [text for text in said if "on_train_epoch_start" in text]
+
+
+def test_hooks_at_the_start_of_a_resumed_epoch_that_do_not_run_again_are_named(tmp_path):
+    lambda_callback = LambdaCallback(on_train_epoch_start=lambda *_: None)
+    callbacks = [Harder(Noisy()), lambda_callback, pl.callbacks.Timer()]
+    assert warnings_of_hooks(None, tmp_path, WeighsByEpoch(), *callbacks) == []
+    (text,) = warnings_of_hooks(f"{tmp_path}/11.ckpt", None, WeighsByEpoch(), *callbacks)
+    names = ("Harder", "LambdaCallback", "WeighsByEpoch")
+    listed = ", ".join(f"`{name}.on_train_epoch_start`" for name in names)
+    assert f"in the middle of epoch 1, whose {listed} ran before the checkpoint" in text
+    assert warnings_of_hooks(f"{tmp_path}/0.ckpt", None, WeighsByEpoch(), *callbacks) == []
+    assert warnings_of_hooks(f"{tmp_path}/11.ckpt", None, Net()) == []
+
+
+class Numbers(ResumableLoader):
+    def _batches(self, epoch: int, shares: Iterator[Any]) -> Iterator[Any]:
+        return (torch.from_numpy(share) for share in shares)
+
+
+def test_these_hooks_are_named_for_loaders_of_this_package_too(tmp_path):
+    def loader() -> Numbers:
+        return Numbers(EpochOrder(num_images=32, global_batch_size=4, seed=0))
+
+    fit(WeighsByEpoch(), loader(), folder=tmp_path)
+    for stop, num_warnings in ((11, 1), (0, 0)):
+        said = fit(WeighsByEpoch(), loader(), ckpt_path=f"{tmp_path}/{stop}.ckpt")
+        assert sum("`WeighsByEpoch.on_train_epoch_start`" in text for text in said) == num_warnings
+
+
+class Buckets:
+    batch_size, drop_last = 4, False
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return (order[i : i + 4] for i in range(0, 32, 4))
+
+
+class SilentBuckets(Buckets):
+    """Keeps its epoch under another name."""
+
+    @property
+    def epoch(self) -> None:
+        return None
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self.number)).tolist()
+        return (order[i : i + 4] for i in range(0, 32, 4))
+
+
+class SetsEpoch(pl.Callback):
+    """Sets the epoch of the batch sampler, counted from `first`."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.train_dataloader.batch_sampler.set_epoch(self.first + trainer.current_epoch)
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks"),
+    [
+        (Buckets, [SetsEpoch()]),
+        (Buckets, [SetsEpoch(first=7)]),
+        (Buckets, []),
+        (SilentBuckets, [SetsEpoch()]),
+    ],
+    ids=["epoch", "another number", "not set", "epoch that is not shown"],
+)
+def test_a_batch_sampler_that_follows_from_set_epoch_goes_on(tmp_path, make, callbacks):
+    """In the middle of an epoch, where the hook that sets it does not run, and at an epoch's end without an alarm."""
+
+    def run(**options: Any) -> tuple[list[Any], list[str]]:
+        module = Net()
+        loader = DataLoader(range(32), batch_sampler=make())
+        said = fit(module, loader, *callbacks, use_distributed_sampler=False, max_epochs=3, **options)
+        return module.read, [text for text in said if "training loader" in text]
+
+    whole, _ = run(folder=tmp_path)
+    assert (whole[0][1] != whole[8][1]) == bool(callbacks)
+    for stop, done in ((3, 3), (11, 11), (0, 8)):
+        assert run(ckpt_path=f"{tmp_path}/{stop}.ckpt") == (whole[done:], [])
+
+
+def test_a_number_that_a_hook_gives_set_epoch_is_kept_as_under_ddp(tmp_path):
+    """The sampler's order is the user's, and not that of the loop's epoch."""
+
+    class Restarts(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            trainer.train_dataloader.sampler.set_epoch(5)
+
+    def run(**options: Any) -> list[Any]:
+        module = Net()
+        fit(module, DataLoader(range(32), 4, shuffle=True), Restarts(), **options)
+        return module.read
+
+    whole = run(folder=tmp_path)
+    assert whole == run(strategy="ddp")
+    assert [images for _, images in whole[:8]] == [images for _, images in whole[8:]]
+    assert run(ckpt_path=f"{tmp_path}/11.ckpt") == whole[11:]
+
+
+class SetOfEpoch(Dataset):
+    """A data set whose images depend on the epoch, as of a curriculum."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch + index
+
+
+def test_a_data_set_with_epochs_goes_on_in_its_epoch(tmp_path):
+    class SetsData(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            trainer.train_dataloader.dataset.set_epoch(trainer.current_epoch)
+
+    def run(**options: Any) -> list[Any]:
+        module = Net()
+        fit(module, DataLoader(SetOfEpoch(), 4, shuffle=True), SetsData(), **options)
+        return module.read
+
+    whole = run(folder=tmp_path)
+    assert run(ckpt_path=f"{tmp_path}/11.ckpt") == whole[11:]
+
+
+class Crops:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+
+class Compose:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+
+class Pictures(Dataset):
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+        self.samples = list(range(1000))
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Collates:
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __call__(self, images: list[int]) -> torch.Tensor:
+        return torch.tensor(images)
+
+    def method(self, images: list[int]) -> torch.Tensor:
+        return torch.tensor(images)
+
+
+def collate_with(generator: torch.Generator, images: list[int]) -> torch.Tensor:
+    return torch.tensor(images)
+
+
+def closure() -> Any:
+    rng = np.random.RandomState(0)
+
+    def collate(images: list[int]) -> Any:
+        return torch.tensor(images), rng
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("roots", "names"),
+    [
+        ([Pictures(Crops())], ["Crops.rng"]),
+        ([Pictures(Compose(Crops(), Compose(Crops())))], ["Crops.rng", "Crops.rng"]),
+        ([Subset(Pictures(Crops()), range(8))], ["Crops.rng"]),
+        ([ConcatDataset([Pictures(), Subset(Pictures(Compose(Crops())), range(8))])], ["Crops.rng"]),
+        ([Pictures(), Collates()], ["Collates.generator"]),
+        ([Pictures(), Collates().method], ["Collates.generator"]),
+        ([Pictures(), partial(collate_with, torch.Generator())], [""]),
+        ([Pictures(), closure()], ["closure.<locals>.collate"]),
+        ([Pictures(np.random), Pictures(np.random.rand), torch.utils.data.default_collate], []),
+        ([Pictures(torch.default_generator), pl.Trainer], []),
+    ],
+)
+def test_generators_are_found_wherever_a_data_set_or_collate_fn_holds_them(roots, names):
+    assert stream_names(*roots) == names
+
+
+def test_a_generator_of_a_transform_below_a_subset_is_said(tmp_path):
+    loader = DataLoader(Subset(Pictures(Compose(Crops())), range(32)), 4)
+    said = fit(Net(), loader, folder=tmp_path)
+    assert sum("draw from `Crops.rng` are not restored" in text for text in said) == 1
+
+
+class CountsEpochs(DataLoader):
+    """Its `collate_fn` reads the number of iterations so far."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.num_iterations = 0
+        super().__init__(*args, collate_fn=self.collate, **options)
+
+    def __iter__(self) -> Any:
+        self.num_iterations += 1
+        return super().__iter__()
+
+    def collate(self, images: list[int]) -> torch.Tensor:
+        return torch.tensor([[image, self.num_iterations] for image in images])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_of_the_loader_reads_the_counts_of_the_loader_that_is_iterated(workers):
+    module = Net()
+    context = "fork" if workers else None
+    loader = CountsEpochs(range(8), batch_size=4, num_workers=workers, multiprocessing_context=context)
+    fit(module, loader, use_distributed_sampler=False)
+    assert [images[0][1] for _, images in module.read] == [1, 1, 2, 2]
+
+
+def test_workers_that_are_not_forked_receive_a_loader_of_the_users_class():
+    """Their `collate_fn` holds the loader, and the class that resumes cannot be pickled."""
+
+    class Reader:
+        rank = seed = 0
+        world_size = 1
+
+    copied = exact(CountsEpochs(range(8), batch_size=4), Reader())
+    copied.num_iterations = 3
+    collate = pickle.loads(pickle.dumps(copied.collate_fn))
+    assert type(collate.__self__) is CountsEpochs
+    assert collate([5]).tolist() == [[5, 3]]
+
+
+def test_every_image_of_the_first_epoch_is_read_once_over_a_stop(tmp_path):
+    whole = Net()
+    fit(whole, DataLoader(range(16), 2, shuffle=True), folder=tmp_path, max_epochs=1)
+    resumed = Net()
+    fit(resumed, DataLoader(range(16), 2, shuffle=True), ckpt_path=f"{tmp_path}/3.ckpt", max_epochs=1)
+    images = [images for _, images in [*whole.read[:3], *resumed.read]]
+    assert sorted(chain(*images)) == list(range(16))
