@@ -106,6 +106,7 @@ class UserCode(pl.LightningModule):
     ignored_warnings: tuple[str, ...] = ()
     is_exact = False
     raises = ""
+    entry_point = "fit"  # or "validate", "test"
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,12 +252,22 @@ def train(make_user_code: Callable[[], UserCode], setup: Setup) -> Outcome:
         try:
             trainer = trainer_of(user_code, setup)
             torch.manual_seed(1 + this_rank())
-            trainer.fit(user_code)
+            run(trainer, user_code)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             outcome.error = described(error)
             leave_the_group()
         outcome.weights = toy.weights(user_code)
     return outcome
+
+
+def run(trainer: pl.Trainer, user_code: UserCode) -> None:
+    """Call the entry point of the case."""
+    if user_code.entry_point == "fit":
+        trainer.fit(user_code)
+    if user_code.entry_point == "validate":
+        trainer.validate(user_code, verbose=False)
+    if user_code.entry_point == "test":
+        trainer.test(user_code, verbose=False)
 
 
 class FabricLoop:
