@@ -26,7 +26,7 @@ from typing import Any, Literal
 import _path  # noqa: F401
 import torch
 
-from recipes.gpu import features, fits, hosts, machine, page, runner, speed, suite, waits, worlds
+from recipes.gpu import exchange, features, fits, hosts, machine, page, runner, speed, suite, waits, worlds
 from recipes.gpu.runner import Check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,10 +37,16 @@ def _check(name: str, limit_s: float, gpu_s: float, promise: str, run: Any, *arg
 
 
 BOTH = "both classes of NCCL"
+EXCHANGE = "parameters are fp32 outside of forward and backward"
 LOST = "a lost rank is an error that names it, within seconds"
 # By worth: what is wrong before what is slow, one rank before several. Columns: seconds at most, seconds on one GPU by
 # estimate (8 to start and compile, 25 for ranks that share it and the same fit on the CPU), what README promises.
 CHECKS = [
+    _check("exchange", 60, 8, EXCHANGE, exchange.values),
+    _check("exchange_ddp", 60, 8, EXCHANGE, exchange.reducer),
+    _check("exchange_stream", 60, 8, EXCHANGE, exchange.stream),
+    _check("exchange_compiled", 120, 40, EXCHANGE, exchange.compiled),
+    _check("exchange_graph", 60, 8, EXCHANGE, exchange.graph),
     *(
         _check(f"fits_{precision}_{name}", 90, 12, f"{precision} with {name.upper()}", fits.ends, precision, name)
         for precision in ("16-true", "bf16-true", "32-true")

@@ -20,7 +20,7 @@ from recipes.cli.markdown import markdown_table
 
 Details = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = [f"recipes.gpu.{name}" for name in ("features", "fits", "hosts", "speed", "waits", "worlds")]
+PRELOADED = [f"recipes.gpu.{name}" for name in ("exchange", "features", "fits", "hosts", "speed", "waits", "worlds")]
 
 
 NO_TIME = "no time left: give more `minutes`"

@@ -1,0 +1,151 @@
+"""Checks of the exchange of fp32 parameters and half-precision copies, on which half precision rests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.precision.gradients import BackwardGradients
+from lightning_hybrid.precision.window import HalfPrecisionWindow
+from recipes.gpu.runner import Details, Given, NotHere
+
+WIDTH = 64
+NUM_STEPS = 4
+
+
+class Trained:
+    """A small network in a window, trained by hand with SGD.
+
+    Args:
+        device: of the network.
+    """
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.net = nn.Sequential(*layers).to(device)
+        self.window = HalfPrecisionWindow(self.net, torch.bfloat16)
+        self.gradients = BackwardGradients(self.window)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.forward: Any = self.net
+        self.images = torch.randn(32, WIDTH, device=device)
+
+    def step(self) -> None:
+        """Make one step: half-precision forward and backward, fp32 update."""
+        parameters = list(self.net.parameters())
+        with self.window.opened():
+            with torch.autocast(self.images.device.type, dtype=torch.bfloat16):
+                loss = self.forward(self.images).float().square().mean()
+            self.gradients.begin(parameters, None, lambda _: True)
+            loss.backward()
+            self.gradients.finish([parameters], None, lambda _: True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        """Return the fp32 weights, on the CPU."""
+        return [parameter.detach().float().cpu().clone() for parameter in self.net.parameters()]
+
+
+def _check_close(found: list[Tensor], expected: list[Tensor], what: str) -> float:
+    largest = 0.0
+    for value, reference in zip(found, expected, strict=True):
+        distance = (value - reference).norm() / reference.norm().clamp(min=1e-6)
+        largest = max(largest, float(distance))
+    assert largest < 2e-2, f"{what} must give the weights of plain steps to 2e-2, and they are {largest:.2g} apart"
+    return largest
+
+
+def _plain_weights(given: Given) -> list[Tensor]:
+    plain = Trained(given.device)
+    for _ in range(NUM_STEPS):
+        plain.step()
+    return plain.weights()
+
+
+def values(given: Given) -> Details:
+    """Check casts, comparisons and gradients: writes outside and inside, on this device as on the CPU."""
+    results: list[list[Tensor]] = []
+    for device in (given.device, "cpu"):
+        trained = Trained(device)
+        weight: Any = trained.net[0].weight
+        with torch.no_grad():
+            weight.mul_(1 + 2**-12)
+        exact = weight.detach().clone()
+        with trained.window.opened():
+            assert torch.equal(weight.detach(), exact.to(torch.bfloat16)), "opening must round the fp32 values"
+            weight.data[0, 0] = 0.5
+        assert weight[0, 0].item() == 0.5, "closing must take over what was written inside"
+        assert torch.equal(weight.detach()[1:], exact[1:]), "closing must keep all bits of what was not written"
+        trained.step()
+        results.append(trained.weights())
+    return {"message": f"as on the CPU to {_check_close(results[0], results[1], 'this device'):.1e}"}
+
+
+def reducer(given: Given) -> Details:
+    """Check the exchange under DDP's reducer, which was built on the copies."""
+    backend = "nccl" if given.on_cuda else "gloo"
+    store = dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        trained = Trained(given.device)
+        with trained.window.opened():
+            trained.forward = DistributedDataParallel(trained.net, gradient_as_bucket_view=True)
+        for _ in range(NUM_STEPS):
+            trained.step()
+        found = trained.weights()
+    finally:
+        dist.destroy_process_group()
+    return {"message": f"{backend}: {_check_close(found, _plain_weights(given), 'DDP'):.1e} from plain steps"}
+
+
+def stream(given: Given) -> Details:
+    """Check steps on a stream of their own, with the exchange on it."""
+    if not given.on_cuda:
+        raise NotHere("a CPU has no streams")
+    trained = Trained(given.device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(NUM_STEPS):
+            trained.step()
+    torch.cuda.current_stream().wait_stream(side)
+    return {"message": f"{_check_close(trained.weights(), _plain_weights(given), 'a stream'):.1e} from plain steps"}
+
+
+def compiled(given: Given) -> Details:
+    """Check a compiled network, whose graph reads the copies: it must see each new cast."""
+    trained = Trained(given.device)
+    trained.forward = torch.compile(trained.net, backend="inductor" if given.on_cuda else "aot_eager")
+    for _ in range(NUM_STEPS):
+        trained.step()
+    return {"message": f"{_check_close(trained.weights(), _plain_weights(given), 'compilation'):.1e} from plain steps"}
+
+
+def graph(given: Given) -> Details:
+    """Check a captured CUDA graph of the forward: a replay must read the copies of the newest cast."""
+    if not given.on_cuda:
+        raise NotHere("a CPU has no CUDA graphs")
+    trained = Trained(given.device)
+    with trained.window.opened(), torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            trained.net(trained.images)  # warm-up, as capture asks for
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            output = trained.net(trained.images)
+    with torch.no_grad():
+        last: Any = trained.net[2]
+        last.weight.zero_()
+        last.bias.fill_(2.0)
+    with trained.window.opened():
+        captured.replay()
+    torch.cuda.synchronize()
+    assert bool((output == 2.0).all()), "a replayed graph must read the weights of the newest cast"
+    return {"message": "a replay reads the newest cast"}
