@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a file's tests on one rank before those on two: each change of the number costs a tenth of a second."""
+    """Run a file's tests on one rank before those on two: each change of the number makes a process group anew."""
     own_indices = [index for index, item in enumerate(items) if item.path.parent == FOLDER]
     own_items = sorted((items[index] for index in own_indices), key=file_and_world_size)
     for index, item in zip(own_indices, own_items, strict=True):
@@ -65,7 +65,7 @@ class Comparison:
         return reference
 
     def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> list[Outcome]:
-        """Fail where the case leaves something else than under `ddp`, with all that differs; return what it leaves."""
+        """Fail with all that differs from `ddp`, or return what the case leaves."""
         reference = self.reference(user_code, world_size)
         outcomes = self.run(user_code, "hybrid_allreduce", world_size, precision)
         faults = differences(class_of(user_code), precision, reference, outcomes)

@@ -85,7 +85,7 @@ def small_net() -> nn.Sequential:
 
 
 def num_ranks() -> int:
-    """Return the number of ranks; one where there is no process group."""
+    """Return the number of ranks, which is one without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -141,7 +141,7 @@ class UserCode(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        """Return as many batches for each rank; Lightning gives the ranks different samples."""
+        """Return the loader, to which Lightning adds a sampler that gives each rank its own samples."""
         return toy.loader(self.num_batches * self.batch_size * num_ranks(), self.batch_size)
 
 
@@ -286,7 +286,7 @@ class FabricLoop:
         self.folder = ""
 
     def run(self, fabric: Fabric) -> None:
-        """Train; the loop of a user stands here."""
+        """Train, by the loop of a user."""
         raise NotImplementedError
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:

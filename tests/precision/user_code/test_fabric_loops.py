@@ -26,7 +26,7 @@ from tests.scenes import same
 
 
 class Loop(FabricLoop):
-    """A plain loop; subclasses say what they do between its statements."""
+    """A plain loop, between whose statements subclasses have code of their own."""
 
     def make_optimizer(self):
         return SGD(self.net.parameters(), lr=0.1, momentum=0.5)

@@ -272,7 +272,7 @@ class CallsInAThread(CallsParts):
 def test_a_thread_that_calls_a_part_in_a_step_computes_in_fp32_or_is_refused(
     comparison, user_code, world_size, precision
 ):
-    """The module and its children name the thread; deeper layers meet torch's own error about dtypes."""
+    """The module and its children name the thread. Deeper layers meet torch's own error about dtypes."""
     (reference,) = comparison.reference(user_code, world_size)
     (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
     assert not outcome.error
@@ -311,7 +311,7 @@ class TrainsAScript(UserCode):
 
 
 class ExportsScripts(Frozen):
-    """Scripts, traces and exports the network in hooks; what comes out computes what the network does."""
+    """Scripts, traces and exports the network in hooks, and runs the results."""
 
     ignored_warnings = (".*torch.jit", "`LightningModule.to_torchscript` has been deprecated")
 
@@ -372,7 +372,7 @@ class CutsWeights(Validated):
 
 
 class PrunesFromTheStart(UserCode):
-    """A pruned layer, made in the constructor; its computed weight is logged after each epoch."""
+    """A layer that is pruned in the constructor, whose computed weight is logged after each epoch."""
 
     def build(self):
         super().build()
@@ -439,9 +439,9 @@ class CallsFunctionally(UserCode):
 class PenalisesWeights(UserCode):
     """Adds a term in the square of all weights, from parameters listed in the step, or before it."""
 
-    def __init__(self, place):
+    def __init__(self, moment):
         super().__init__()
-        self.place = place
+        self.moment = moment
         self.kept_list = list(self.net.parameters())
         self.term = torch.zeros(())
 
@@ -449,14 +449,14 @@ class PenalisesWeights(UserCode):
         return 0.02 * sum(parameter.square().sum() for parameter in parameters)
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.place == "before the step":
+        if self.moment == "before the step":
             self.term = self.penalty(self.parameters())
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if self.place == "in the step":
+        if self.moment == "in the step":
             self.term = self.penalty(self.parameters())
-        if self.place == "from a list":
+        if self.moment == "from a list":
             self.term = self.penalty(self.kept_list)
         return loss + self.term
 

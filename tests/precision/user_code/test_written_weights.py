@@ -198,7 +198,7 @@ class ValidatesOtherWeights(EvaluatesOtherWeights):
         self.put_back()
 
 
-class TestsOtherWeights(EvaluatesOtherWeights):
+class MeasuresOtherWeights(EvaluatesOtherWeights):
     entry_point = "test"
 
     def on_test_start(self):
@@ -218,7 +218,7 @@ class TestsOtherWeights(EvaluatesOtherWeights):
 @code_of_users(
     ReadsWhileWeightsAreExchanged,
     ValidatesOtherWeights,
-    TestsOtherWeights,
+    MeasuresOtherWeights,
     partial(ExchangesWeightsAfterEachStep, write_into_data),
     partial(ExchangesWeightsAfterEachStep, replace_data),
     ValidatesItsAverage,
@@ -402,7 +402,7 @@ def test_fp32_code_between_steps_computes_in_fp32(comparison, user_code, world_s
 
 
 class WritesARowInsideAStep(Frozen):
-    """Writes values that half precision holds exactly into one row; all other rows keep their digits."""
+    """Writes values that half precision holds exactly into one row, so that other rows keep their digits."""
 
     ignored_warnings = ("`net.0.weight` was written inside",)
 
