@@ -385,6 +385,19 @@ class PrunesFromTheStart(UserCode):
         self.outcome.readings["computed weights"].append(weight.clone())
 
 
+class PrunesInTheFit(PrunesFromTheStart):
+    """A layer that is pruned when training starts, on whose weight DDP was built before."""
+
+    def build(self):
+        UserCode.build(self)
+
+    def on_train_start(self):
+        prune.l1_unstructured(self.net[0], "weight", 0.5)
+
+    def on_train_end(self):
+        prune.remove(self.net[0], "weight")
+
+
 class NormalisesWeights(UserCode):
     """Weights computed by the old `weight_norm` and `spectral_norm`, which are read between steps."""
 
@@ -403,7 +416,7 @@ class NormalisesWeights(UserCode):
 
 
 @in_half_precision()
-@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, NormalisesWeights)
+@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, PrunesInTheFit, NormalisesWeights)
 def test_computed_weights_are_those_of_ddp(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
