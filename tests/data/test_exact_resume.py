@@ -291,6 +291,7 @@ def loop(folder: str, path: str | None, stops: tuple[int, ...] = (3, 8, 11)) -> 
             counts["done"] += 1
             if counts["done"] in stops:
                 fabric.save(f"{folder}/{counts['done']}.ckpt", {"loader": loader, "counts": counts})
+    fabric.strategy.teardown()
     return read
 
 
@@ -305,9 +306,12 @@ def continued_loop(folder: str, batch_size: int) -> list[list[int]]:
     fabric = Fabric(strategy=HYBRID, accelerator="cpu", devices=dist.get_world_size())
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
-    loader = fabric.setup_dataloaders(of(batch_size=batch_size, shuffle=True))
-    fabric.load(f"{folder}/3.ckpt", {"loader": loader, "counts": {}})
-    return [sorted(images.tolist()) for images, _ in loader]
+    try:
+        loader = fabric.setup_dataloaders(of(batch_size=batch_size, shuffle=True))
+        fabric.load(f"{folder}/3.ckpt", {"loader": loader, "counts": {}})
+        return [sorted(images.tolist()) for images, _ in loader]
+    finally:
+        fabric.strategy.teardown()
 
 
 def test_a_loop_of_the_users_own_converts_its_batches_or_refuses(rank_pool, tmp_path):

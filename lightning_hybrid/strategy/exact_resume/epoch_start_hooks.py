@@ -10,7 +10,7 @@ from lightning_hybrid.lightning_names import is_overridden, lightning_types
 
 _HOOK = "on_train_epoch_start"
 # Callbacks of these packages set nothing there that a resumed epoch lacks, or are set by the strategy.
-_PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid")
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_hybrid", "recipes")
 
 
 def warn_of_skipped_epoch_start(trainer: Any) -> None:

@@ -193,7 +193,7 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
     wrong = {
         "output=here": "`output` is not known: give out=DIR",
         "minutes=abc": "`minutes` (=abc) must be a number above zero",
-        "only=sum": "`only` (=sum) must be a check: fits_16-true_lars",
+        "only=sum": "`only` (=sum) must be a check: exchange",
         "readme=none": "must hold the report.json of a check",
     }
     for key, words in wrong.items():
