@@ -1,6 +1,7 @@
 """Fixtures for code of users: a check against `ddp` in fp32, whose results are computed once in a session."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,23 @@ from tests.precision.user_code.support import (
     train,
 )
 from tests.rank_pool import RankError, RankPool
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run a file's tests on one rank before those on two: each change of the number makes a process group anew."""
+    own_indices = [index for index, item in enumerate(items) if item.path.parent == FOLDER]
+    own_items = sorted((items[index] for index in own_indices), key=file_and_world_size)
+    for index, item in zip(own_indices, own_items, strict=True):
+        items[index] = item
+
+
+def file_and_world_size(item: pytest.Item) -> tuple[str, int]:
+    """Return the file of a test, and the number of ranks on which it runs."""
+    assert isinstance(item, pytest.Function)
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return item.path.name, parameters.get("world_size", 2)
 
 
 class Comparison:
@@ -47,7 +65,7 @@ class Comparison:
         return reference
 
     def assert_as_under_ddp(self, user_code: Any, world_size: int, precision: str) -> list[Outcome]:
-        """Fail where the case leaves something else than under `ddp`, with all that differs; return what it leaves."""
+        """Fail with all that differs from `ddp`, or return what the case leaves."""
         reference = self.reference(user_code, world_size)
         outcomes = self.run(user_code, "hybrid_allreduce", world_size, precision)
         faults = differences(class_of(user_code), precision, reference, outcomes)

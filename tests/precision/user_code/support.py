@@ -85,7 +85,7 @@ def small_net() -> nn.Sequential:
 
 
 def num_ranks() -> int:
-    """Return the number of ranks; one where there is no process group."""
+    """Return the number of ranks, which is one without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -106,6 +106,7 @@ class UserCode(pl.LightningModule):
     ignored_warnings: tuple[str, ...] = ()
     is_exact = False
     raises = ""
+    entry_point = "fit"  # or "validate", "test"
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class UserCode(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        """Return as many batches for each rank; Lightning gives the ranks different samples."""
+        """Return the loader, to which Lightning adds a sampler that gives each rank its own samples."""
         return toy.loader(self.num_batches * self.batch_size * num_ranks(), self.batch_size)
 
 
@@ -251,12 +252,22 @@ def train(make_user_code: Callable[[], UserCode], setup: Setup) -> Outcome:
         try:
             trainer = trainer_of(user_code, setup)
             torch.manual_seed(1 + this_rank())
-            trainer.fit(user_code)
+            run(trainer, user_code)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             outcome.error = described(error)
             leave_the_group()
         outcome.weights = toy.weights(user_code)
     return outcome
+
+
+def run(trainer: pl.Trainer, user_code: UserCode) -> None:
+    """Call the entry point of the case."""
+    if user_code.entry_point == "fit":
+        trainer.fit(user_code)
+    if user_code.entry_point == "validate":
+        trainer.validate(user_code, verbose=False)
+    if user_code.entry_point == "test":
+        trainer.test(user_code, verbose=False)
 
 
 class FabricLoop:
@@ -275,7 +286,7 @@ class FabricLoop:
         self.folder = ""
 
     def run(self, fabric: Fabric) -> None:
-        """Train; the loop of a user stands here."""
+        """Train, by the loop of a user."""
         raise NotImplementedError
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:

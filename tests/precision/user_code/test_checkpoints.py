@@ -1,4 +1,4 @@
-"""What users save, copy and find after an error is fp32, with all digits, and a run continues from it bit for bit."""
+"""Files, copies and weights after an error are fp32 with all digits, and a run continues from them bit for bit."""
 
 import copy
 import io
@@ -45,7 +45,7 @@ def numpy_arrays(module):
 
 
 class SavesWhatItTrains(UserCode):
-    """Writes the trained parameters alone into checkpoints, as users of LoRA do; the backbone is frozen."""
+    """Writes the trained parameters alone into checkpoints, as users of LoRA do who freeze the backbone."""
 
     num_batches = 4
     epochs = 3

@@ -26,7 +26,7 @@ from tests.scenes import same
 
 
 class Loop(FabricLoop):
-    """A plain loop; subclasses say what they do between its statements."""
+    """A plain loop, between whose statements subclasses have code of their own."""
 
     def make_optimizer(self):
         return SGD(self.net.parameters(), lr=0.1, momentum=0.5)
@@ -435,6 +435,28 @@ def test_a_step_of_the_loop_has_the_gradients_of_its_backwards(comparison, user_
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
 
+class AsksTorchForGradients(Loop):
+    """Asks torch for the gradients of a forward of Fabric's wrapper, and takes None for those of unused parameters."""
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        parameters = list(self.model.parameters())
+        for batch in self.batches():
+            gradients = torch.autograd.grad(self.loss_of(batch), parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+
+@in_half_precision(world_sizes=(1,))
+def test_gradients_of_the_wrapper_by_torch_are_right_or_an_error(comparison, world_size, precision):
+    """Under mixed precision it is an error of Lightning's, who wants `fabric.backward`."""
+    comparison.reference(AsksTorchForGradients, world_size)
+    (outcome,) = comparison.run(AsksTorchForGradients, "hybrid_allreduce", world_size, precision)
+    if not outcome.error:
+        comparison.assert_as_under_ddp(AsksTorchForGradients, world_size, precision)
+
+
 @in_half_precision(world_sizes=(1,))
 @code_of_users(ComputesGradientsByHand)
 def test_gradients_computed_by_hand_in_a_loop_are_stepped_with(comparison, user_code, world_size, precision):
@@ -534,6 +556,56 @@ class UpdatesWeightsByHand(Loop):
                     parameter -= 1e-4 * parameter.grad
 
 
+class Decoder(nn.Sequential):
+    """A network whose loss is computed by a method of its own."""
+
+    def decode(self, images):
+        return 2 * self(images)
+
+
+class CallsAMarkedMethod(Loop):
+    """Calls a method that Fabric knows as a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Decoder(*self.net)
+
+    def run(self, fabric):
+        self.model, optimizer = fabric.setup(self.net, self.make_optimizer())
+        self.model.mark_forward_method("decode")
+        for images, targets in self.batches():
+            optimizer.zero_grad()
+            fabric.backward(self.noted(F.cross_entropy(self.model.decode(images), targets)))
+            optimizer.step()
+
+
+class StepsTwoOptimizers(Loop):
+    """An optimizer for each layer, one of which clips values."""
+
+    def run(self, fabric):
+        first = SGD(self.net[0].parameters(), lr=0.1)
+        second = Adam(self.net[2].parameters(), lr=1e-2)
+        self.model, first, second = fabric.setup(self.net, first, second)
+        for batch in self.batches():
+            first.zero_grad()
+            second.zero_grad()
+            fabric.backward(self.loss_of(batch))
+            fabric.clip_gradients(self.model, first, clip_val=0.05)
+            first.step()
+            second.step()
+
+
+class LoadsAnEarlierFile(Loop):
+    """Goes back to a file in the middle of the loop."""
+
+    def after_step(self):
+        state = {"model": self.model, "optimizer": self.optimizer}
+        if self.number == 1:
+            self.fabric.save(f"{self.folder}/earlier.ckpt", state)
+        if self.number == 3:
+            self.fabric.load(f"{self.folder}/earlier.ckpt", state)
+
+
 class TrainsTwoNetworks(Loop):
     """A generator and a critic, whose weights are clamped."""
 
@@ -557,7 +629,17 @@ class TrainsTwoNetworks(Loop):
 
 
 @in_half_precision()
-@code_of_users(RollsBack, Sharpness, SharpnessByHand, WithoutSchedule, UpdatesWeightsByHand, TrainsTwoNetworks)
+@code_of_users(
+    RollsBack,
+    Sharpness,
+    SharpnessByHand,
+    WithoutSchedule,
+    UpdatesWeightsByHand,
+    CallsAMarkedMethod,
+    StepsTwoOptimizers,
+    LoadsAnEarlierFile,
+    TrainsTwoNetworks,
+)
 def test_optimizers_of_a_loop_step_on_fp32_weights(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 

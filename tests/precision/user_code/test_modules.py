@@ -272,7 +272,7 @@ class CallsInAThread(CallsParts):
 def test_a_thread_that_calls_a_part_in_a_step_computes_in_fp32_or_is_refused(
     comparison, user_code, world_size, precision
 ):
-    """The module and its children name the thread; deeper layers meet torch's own error about dtypes."""
+    """The module and its children name the thread. Deeper layers meet torch's own error about dtypes."""
     (reference,) = comparison.reference(user_code, world_size)
     (outcome,) = comparison.run(user_code, "hybrid_allreduce", world_size, precision)
     assert not outcome.error
@@ -311,7 +311,7 @@ class TrainsAScript(UserCode):
 
 
 class ExportsScripts(Frozen):
-    """Scripts, traces and exports the network in hooks; what comes out computes what the network does."""
+    """Scripts, traces and exports the network in hooks, and runs the results."""
 
     ignored_warnings = (".*torch.jit", "`LightningModule.to_torchscript` has been deprecated")
 
@@ -372,7 +372,7 @@ class CutsWeights(Validated):
 
 
 class PrunesFromTheStart(UserCode):
-    """A pruned layer, made in the constructor; its computed weight is logged after each epoch."""
+    """A layer that is pruned in the constructor, whose computed weight is logged after each epoch."""
 
     def build(self):
         super().build()
@@ -383,6 +383,19 @@ class PrunesFromTheStart(UserCode):
         self.outcome.facts[f"sparsity after epoch {self.current_epoch}"] = float((weight == 0).float().mean())
         self.outcome.facts["dtype of the computed weight"] = weight.dtype
         self.outcome.readings["computed weights"].append(weight.clone())
+
+
+class PrunesInTheFit(PrunesFromTheStart):
+    """A layer that is pruned when training starts, on whose weight DDP was built before."""
+
+    def build(self):
+        UserCode.build(self)
+
+    def on_train_start(self):
+        prune.l1_unstructured(self.net[0], "weight", 0.5)
+
+    def on_train_end(self):
+        prune.remove(self.net[0], "weight")
 
 
 class NormalisesWeights(UserCode):
@@ -403,7 +416,7 @@ class NormalisesWeights(UserCode):
 
 
 @in_half_precision()
-@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, NormalisesWeights)
+@code_of_users(partial(CutsWeights, 0.0), PrunesFromTheStart, PrunesInTheFit, NormalisesWeights)
 def test_computed_weights_are_those_of_ddp(comparison, user_code, world_size, precision):
     comparison.assert_as_under_ddp(user_code, world_size, precision)
 
@@ -439,9 +452,9 @@ class CallsFunctionally(UserCode):
 class PenalisesWeights(UserCode):
     """Adds a term in the square of all weights, from parameters listed in the step, or before it."""
 
-    def __init__(self, place):
+    def __init__(self, moment):
         super().__init__()
-        self.place = place
+        self.moment = moment
         self.kept_list = list(self.net.parameters())
         self.term = torch.zeros(())
 
@@ -449,14 +462,14 @@ class PenalisesWeights(UserCode):
         return 0.02 * sum(parameter.square().sum() for parameter in parameters)
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.place == "before the step":
+        if self.moment == "before the step":
             self.term = self.penalty(self.parameters())
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if self.place == "in the step":
+        if self.moment == "in the step":
             self.term = self.penalty(self.parameters())
-        if self.place == "from a list":
+        if self.moment == "from a list":
             self.term = self.penalty(self.kept_list)
         return loss + self.term
 

@@ -64,8 +64,8 @@ class Optimized(UserCode):
     def on_train_end(self):
         optimizer = self.trainer.optimizers[0]
         self.outcome.facts["dtypes of state"] = dtypes_of_state(optimizer)
-        own = {id(parameter) for parameter in self.parameters()}
-        self.outcome.facts["state belongs to parameters"] = {id(key) for key in optimizer.state} <= own
+        ids = {id(parameter) for parameter in self.parameters()}
+        self.outcome.facts["state belongs to parameters"] = {id(key) for key in optimizer.state} <= ids
 
 
 class RollsBack(Optimized):
@@ -324,7 +324,7 @@ class SteppedByAClosure(Manual):
         optimizer.step(closure)
 
 
-@in_half_precision(usual_world_size=2)
+@in_half_precision()
 @code_of_users(
     partial(SamWithClosure, True),
     partial(SamWithClosure, False),
@@ -541,7 +541,7 @@ class TrainsInValidation(Validated):
         self.zero_grad()
 
 
-@in_half_precision(usual_world_size=2)
+@in_half_precision()
 @code_of_users(
     TrainsWithoutSchedule,
     OwnReferences,

@@ -170,9 +170,55 @@ class ValidatesItsAverage(Validated):
             parameter.data.copy_(kept)
 
 
+class EvaluatesOtherWeights(Validated):
+    """Exchanges weights around an evaluation that is no part of a fit, and reads the state meanwhile."""
+
+    is_exact = True
+
+    def exchange(self):
+        self.outcome.facts["dtypes before"] = dtypes_of_parameters(self)
+        self.kept = [parameter.data.clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
+        self.state_dict()
+
+    def put_back(self):
+        self.outcome.facts["dtypes after"] = dtypes_of_parameters(self)
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+class ValidatesOtherWeights(EvaluatesOtherWeights):
+    entry_point = "validate"
+
+    def on_validation_start(self):
+        self.exchange()
+
+    def on_validation_end(self):
+        self.put_back()
+
+
+class MeasuresOtherWeights(EvaluatesOtherWeights):
+    entry_point = "test"
+
+    def on_test_start(self):
+        self.exchange()
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def test_dataloader(self):
+        return self.val_dataloader()
+
+    def on_test_end(self):
+        self.put_back()
+
+
 @in_half_precision(usual_world_size=2)
 @code_of_users(
     ReadsWhileWeightsAreExchanged,
+    ValidatesOtherWeights,
+    MeasuresOtherWeights,
     partial(ExchangesWeightsAfterEachStep, write_into_data),
     partial(ExchangesWeightsAfterEachStep, replace_data),
     ValidatesItsAverage,
@@ -356,7 +402,7 @@ def test_fp32_code_between_steps_computes_in_fp32(comparison, user_code, world_s
 
 
 class WritesARowInsideAStep(Frozen):
-    """Writes values that half precision holds exactly into one row; all other rows keep their digits."""
+    """Writes values that half precision holds exactly into one row, so that other rows keep their digits."""
 
     ignored_warnings = ("`net.0.weight` was written inside",)
 
