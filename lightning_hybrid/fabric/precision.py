@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.precision.closure_steps import ClosureStep
 from lightning_hybrid.precision.loss_scale import LossScale
-from lightning_hybrid.precision.optimizer_protocol import evaluates_closure
+from lightning_hybrid.precision.optimizer_protocol import evaluates_closure, parameters_of
 from lightning_hybrid.precision.plugin import MasterWeightMixin
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState, SkipFlag
 from lightning_hybrid.precision.window import HalfPrecisionWindow
@@ -51,6 +51,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         # all, by what can be pickled for `hybrid_allreduce_spawn`.
         self.averages: Callable[[Tensor], bool] = torch.is_tensor
         self._num_steps = 0
+        self._waits_for_backward = False  # a forward has built a graph, and no backward has run since
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +85,8 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         # DDP may make its buckets again in a forward, and would round the gradients that it finds.
         with self.gradients.hidden(list(self._modules.parameters())), super().forward_context():
             yield
+        if torch.is_grad_enabled():
+            self._waits_for_backward = True
 
     def convert_output(self, data: Any) -> Any:
         """Return what a module returned with its half-precision tensors in fp32, so that the loss is fp32."""
@@ -100,6 +103,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())
+        self._waits_for_backward = False
         with self.window.opened():
             loss = self._begin_backward(tensor, parameters)
             with self._in_backward(parameters):
@@ -124,12 +128,24 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         if closure is not None and evaluates_closure(optimizer):
             return self._step_on_closure(optimizer, state, closure, **kwargs)
         result = None if closure is None else closure()
+        self._refuse_step_without_backward(optimizer)
         found_inf = self._verdict(optimizer, state)
         self._step_or_skip(optimizer, state, found_inf, **kwargs)
         if found_inf is not None:
             state.count(found_inf)
             self._stop_if_stuck(state, self._modules)
         return result
+
+    def _refuse_step_without_backward(self, optimizer: Optimizer) -> None:
+        waits = self._waits_for_backward
+        self._waits_for_backward = False
+        if not waits or any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+            return
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step found no gradient after a forward without `fabric.backward(loss)`. The "
+            "graph of a forward holds half-precision copies of the parameters, so `torch.autograd.grad` of a loss "
+            "with regard to the parameters themselves returns None. Call `fabric.backward(loss)` and read `p.grad`."
+        )
 
     def _step_on_closure(
         self, optimizer: Optimizer, state: OptimizerStepState, closure: Callable[[], Any], **kwargs: Any
