@@ -56,7 +56,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
     # ---- setup -----------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Take a module; `add_module` makes its half-precision copies once it is on its device."""
+        """Take a module, of which `add_module` makes half-precision copies once it is on its device."""
         self._modules.append(module)
         return module
 
@@ -99,7 +99,7 @@ class FabricMasterWeightMixin(MasterWeightMixin):
         """Do nothing: `backward` does all."""
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward of the loss times its scale, in fp32; then put fp32 gradients, unscaled, into `p.grad`."""
+        """Run backward of the loss times its scale, in fp32, and put fp32 gradients, unscaled, into `p.grad`."""
         assert self.window is not None
         assert self.gradients is not None
         parameters = list(self._modules.parameters())

@@ -56,9 +56,9 @@ def _explaining(name: str) -> Any:
 
 
 class FabricHybridAllReduce(_Base):
-    """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
+    """Data-parallel training as Fabric's `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 weights.
 
-    `precision="16-true"` and `"bf16-true"` are carried out with fp32 masters. `fabric.setup` may be called for several
+    `precision="16-true"` and `"bf16-true"` train fp32 weights. `fabric.setup` may be called for several
     modules: each has buckets and an engine of its own. `fabric.save` adds the loss scales to a state that holds an
     optimizer, and `fabric.load` takes them from it.
 
@@ -145,7 +145,7 @@ class FabricHybridAllReduce(_Base):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        """Put master weights in the place of Fabric's plain half precision; leave everything else."""
+        """Replace Fabric's plain half precision by ours on fp32 weights, and leave everything else."""
         self._precision = with_masters(precision, self._precision_type, self._loss_scale)
 
     @property

@@ -1,1 +1,1 @@
-"""A half-precision model on fp32 masters, as a Lightning precision plugin. What a user sees of it: `README.md`."""
+"""Half-precision training on fp32 weights, as a Lightning precision plugin. `README.md` is the page for users."""

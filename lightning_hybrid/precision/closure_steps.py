@@ -39,7 +39,7 @@ class ClosureStep:
         self.was_skipped = False
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step; return the optimizer's result, or the loss of a step that was skipped."""
+        """Step, and return the optimizer's result, or the loss of a step that was skipped."""
         self._window.cast()  # a later write is seen in the difference to these copies
         try:
             return optimizer.step(closure=self._closure, **kwargs)

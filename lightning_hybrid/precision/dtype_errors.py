@@ -1,7 +1,7 @@
 """Recognition of errors about half-precision dtypes, and the note with a cure that they get.
 
 Trained parameters are half inside a step. An operation that takes one dtype only, or no half precision at all, then
-raises an error that says nothing about master weights.
+raises an error that says nothing about the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether user code may look at gradients between a backward and the next one.
+"""Search for user code that may look at gradients between a backward and the next one.
 
 If nothing does, LARS and LAMB take the half-precision gradients as they are, and no fp32 ones are made.
 """

@@ -33,7 +33,7 @@ class GradientRecord:
 
 
 def record_of(gradient: Tensor) -> GradientRecord | None:
-    """Return the record of a gradient; None for one that user code has made."""
+    """Return the record of a gradient, or None for one that user code has made."""
     record: GradientRecord | None = vars(gradient).get("_half_precision_record")
     return record
 
@@ -184,7 +184,7 @@ class BackwardGradients:
 
     @torch.no_grad()
     def abort(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop what a backward has made that raised an error; what was there before it is there again."""
+        """Drop the gradients of a backward that raised an error, and restore those from before it."""
         self._drop_outside_terms()
         for parameter in parameters:
             _show(parameter, self._aside.pop(id(parameter), None))

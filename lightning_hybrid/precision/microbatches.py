@@ -45,7 +45,7 @@ class MicrobatchMixin(_Base):
     _has_stages = False
 
     def connect_stages(self, agree: Callable[[Tensor], Tensor] | None, *, is_of_slices: bool = False) -> None:
-        """Take a function that makes the verdicts of all stages one; None: this stage decides alone.
+        """Take a function that makes the verdicts of all stages one, or None if this stage decides alone.
 
         The function takes a 0-dim fp32 tensor and returns the largest of all stages. Several are called one after the
         other: of the stages of a pipeline, and of the slices of a stage.
@@ -59,7 +59,7 @@ class MicrobatchMixin(_Base):
 
     @contextmanager
     def schedule_context(self) -> Iterator[Tensor | None]:
-        """Run the schedule of a step on half-precision parameters; yield the loss scale, None if there is none."""
+        """Run the schedule of a step on half-precision parameters, and yield the loss scale or None."""
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -95,7 +95,7 @@ class MicrobatchMixin(_Base):
         return groups
 
     def end_microbatches(self, loss: Tensor) -> None:
-        """Close the window; note the loss of the whole batch, for the error that ends endless overflow."""
+        """Close the window, and note the loss of the whole batch for the error that ends endless overflow."""
         assert self.window is not None
         self.window.close()
         if self.loss_scale is not None:

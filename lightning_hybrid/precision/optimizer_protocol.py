@@ -66,7 +66,7 @@ def optimizers_within(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def parameters_of(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield the parameters in the groups of `optimizer`, in order; none for None."""
+    """Yield the parameters in the groups of `optimizer`, in order, or none for None."""
     groups = () if optimizer is None else optimizer.param_groups
     for group in groups:
         yield from group["params"]
@@ -86,7 +86,7 @@ def temporary_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of `Optimizer.step`; `args` begins with the optimizer."""
+    """Return the closure among the arguments of `Optimizer.step`, of which the first is the optimizer."""
     closure = kwargs.get("closure")
     if closure is None and len(args) > 1:
         closure = args[1]

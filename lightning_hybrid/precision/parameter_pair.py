@@ -54,7 +54,7 @@ class ParameterPair:
 
     @property
     def is_open(self) -> bool:
-        """Whether the parameter shows its half-precision copy."""
+        """True while the parameter shows its half-precision copy."""
         return self.parameter._cdata == self._half_address
 
     @property
@@ -92,7 +92,7 @@ class ParameterPair:
             self.parameter.grad = gradient if gradient.dtype is self.parameter.dtype else gradient.float()
 
     def show_gradient(self, gradient: Tensor | None) -> None:
-        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown; user code may, too."""
+        """Put an fp32 gradient into `parameter.grad` while the half-precision copy is shown, as user code may too."""
         self.parameter.grad = None
         self.parameter.grad_dtype = None  # allows a gradient of another dtype than the parameter's
         self.parameter.grad = gradient
@@ -141,7 +141,7 @@ class ParameterPair:
 
     @property
     def is_written_as_fp32(self) -> bool:
-        """Whether the fp32 value was written inside of the step, through another tensor in its memory.
+        """True if the fp32 value was written inside of the step, through another tensor in its memory.
 
         A value of a state dict is such a tensor. The copy, which was not written, is then out of date.
         """
@@ -252,7 +252,7 @@ def cast_(pairs: Iterable[ParameterPair]) -> None:
 
 @torch.no_grad()
 def take_writes_(pairs: Iterable[ParameterPair]) -> None:
-    """Take over what was written into the copies, see `ParameterPair.take_writes_`; on a device by lists."""
+    """Take over what was written into the copies, on a device by lists. See `ParameterPair.take_writes_`."""
     block: list[ParameterPair] = []
     numel = 0
     for pair in pairs:

@@ -126,7 +126,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale of the first optimizer; None with bf16."""
+        """The loss scale of the first optimizer, or None with bf16."""
         return self.optimizer_steps[0].loss_scale
 
     @property
@@ -172,7 +172,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return HalfPrecisionWindow(self._module, self.dtype, self.keep_fp32, frozen=is_evaluated)
 
     def follow_device(self, device: torch.device, *, host: torch.device | None = None) -> None:
-        """Make the half-precision copies on the module's `device`; scales go there, or to the `host` of the weights."""
+        """Make the half-precision copies on `device`, and move the scales there or to the weights' `host`."""
         self._compute_device = device
         self._device = host or device
         self._full_accumulation.begin()
@@ -204,7 +204,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Refuse strategies that cannot work; guard per-step schedules against skipped steps."""
+        """Refuse strategies that cannot work, and guard per-step schedules against skipped steps."""
         trainer: Any = None if self._lightning_module is None else self._lightning_module.trainer
         if trainer is not None and not self._has_strategy:
             raise misconfiguration(
@@ -237,7 +237,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Run `training_step`; the window stays open for its backward, unless user code runs in between."""
+        """Run `training_step`, and leave the window open for its backward unless user code runs in between."""
         assert self.window is not None
         assert self._user_steps is not None
         self._user_steps.begin_step()
@@ -310,7 +310,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return self._is_last_backward()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward; activations that `torch.utils.checkpoint` recomputes are computed as in forward."""
+        """Run backward, with the arithmetic of forward for activations that `torch.utils.checkpoint` recomputes."""
         parameters = list(model.parameters())
         with self._in_backward(parameters):
             self.gradients.add_outside_terms(tensor)  # type: ignore[union-attr]
@@ -336,7 +336,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
             self.window.hooks.is_in_backward = False
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Unscale the gradients and close the window; then call the hooks `on_after_backward`."""
+        """Unscale the gradients, close the window, and then call the hooks `on_after_backward`."""
         assert self.window is not None
         assert self.gradients is not None
         try:
@@ -429,7 +429,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         return torch.stack([norm.float() for norm in norms]).amax() / divisor
 
     def _verdict(self, optimizer: Optimizer, state: OptimizerStepState) -> Tensor | None:
-        """Return 1.0 if a gradient is inf or nan, else 0.0; None without a loss scale."""
+        """Return 1.0 if a gradient is inf or nan, else 0.0, or None without a loss scale."""
         assert self.gradients is not None
         if state.loss_scale is None:
             return None
@@ -603,7 +603,7 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
         self._end_window()
 
     def teardown(self) -> None:
-        """Leave the module with its fp32 parameters; give schedulers their own class back."""
+        """Leave the module with its fp32 parameters, and give schedulers their own class back."""
         self._end_window()
         self._module = None
         self._full_accumulation.end()

@@ -157,7 +157,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         self[:] = [state for state in self if state.optimizer is not None] or self[:1]
 
     def skip_flags_of(self, optimizer: Optimizer | None) -> list[SkipFlag]:
-        """Return the flag of the last step of `optimizer`, of every optimizer for None; nothing where none is due."""
+        """Return the flags of the last step of `optimizer`, or of every optimizer for None, if there are any."""
         states = self if optimizer is None else [self.of(optimizer)]
         return [state.skip_flag for state in states if state.skip_flag is not None]
 
@@ -169,7 +169,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
 
     @torch.no_grad()
     def scale_for_backward(self) -> Tensor:
-        """Return the smallest scale of all optimizers whose parameters a backward can reach; all of them take it."""
+        """Return the smallest scale of the optimizers that a backward can reach, and give it to all of them."""
         # One backward has one loss, so one scale: gradients of all that it reaches are multiplied by the same number.
         reached = list(self)
         if len(reached) > 1:
@@ -181,7 +181,7 @@ class OptimizerStepStates(list[OptimizerStepState]):
         return scale
 
     def release(self) -> None:
-        """Forget the optimizers and their last step; scales and counters stay."""
+        """Forget the optimizers and their last step, but keep scales and counters."""
         for state in self:
             state.optimizer = None
             state.skip_flag = None

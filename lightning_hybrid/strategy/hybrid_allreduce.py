@@ -52,7 +52,7 @@ else:
 
 
 class HybridAllReduce(_Base):
-    """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 masters.
+    """Data-parallel training as `DDPStrategy`, with a hybrid all-reduce and half precision on fp32 weights.
 
     `precision="16-true"` and `"bf16-true"` are carried out by `MasterWeightPrecision`. No hyper-parameter is changed
     behind the user: the learning rate is not multiplied by anything.
@@ -155,7 +155,7 @@ class HybridAllReduce(_Base):
 
     @property
     def run_status(self) -> RunStatus:
-        """What callbacks may know of the run."""
+        """The state of the run that callbacks may read."""
         return RunStatus(
             optimizer_steps=() if self._half is None else self._half.optimizer_steps,
             window=self._window,
@@ -184,7 +184,7 @@ class HybridAllReduce(_Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """Put master weights in the place of Lightning's plain half precision; leave everything else."""
+        """Replace Lightning's plain half precision by ours on fp32 weights, and leave everything else."""
         self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
 
     @property
@@ -321,7 +321,7 @@ class HybridAllReduce(_Base):
         self._comm.before_batch(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; without a loss there is no backward that would end its half precision."""
+        """Run the user's step. Without a loss there is no backward that would end its half precision."""
         self._rebuild_buckets()
         output = super().training_step(*args, **kwargs)
         if output is None and self._half is not None:
@@ -338,12 +338,12 @@ class HybridAllReduce(_Base):
                 self._has_rebuilt_buckets = self.model.reducer._rebuild_buckets()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP; a loss that has none would leave the other ranks waiting for this one's gradients."""
+        """Run backward as DDP, after checking that the loss has one: other ranks wait for its gradients."""
         refuse_loss_without_gradient(closure_loss, rank=self.global_rank, world_size=self.world_size)
         return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """End a backward; with half precision the plugin has done so, before it unscaled the gradients."""
+        """End a backward, unless the precision plugin has done so before it unscaled the gradients."""
         if self._half is None:
             self._flush_backward(closure_loss)
 
@@ -376,7 +376,7 @@ class HybridAllReduce(_Base):
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """Make the last schedules' steps; endless overflow that no logged step has seen is an error now."""
+        """Make the last schedules' steps, and raise for endless overflow that no logged step has seen."""
         super().on_train_end()
         if self._half is not None:
             self._half.on_train_end()
@@ -425,7 +425,7 @@ class HybridAllReduce(_Base):
         return state if self._extensions is None else self._extensions.optimizer_state(optimizer, state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load as DDP; with extensions, this rank's part of the state."""
+        """Load as DDP, or this rank's part of the state if extensions share it."""
         if self._extensions is not None:
             self._extensions.call("load", checkpoint)
         to_device = lightning_function("fabric.utilities.optimizer._optimizer_to_device")
