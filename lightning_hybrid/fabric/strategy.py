@@ -1,7 +1,7 @@
 """The strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
 
-Of the Trainer's strategy it leaves out what needs a trainer: tuning of the plan (the number of steps is not known), the
-timeline, prefetching, schedules that wait after a skipped step.
+Of the Trainer's strategy it leaves out what needs a trainer: the timeline, prefetching, schedules that wait after a
+skipped step.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class HybridAllReduce(_Base):
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
-        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
-            tune_cache_dir, trace_dir, link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
+        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, trace_dir,
+            link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
             outer_step: keywords of 0.2, which go with the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
             `gradient_as_bucket_view` is off unless set, as in `ddp`;
@@ -119,8 +119,6 @@ class HybridAllReduce(_Base):
         comm_dtype_across_nodes: str | torch.dtype | None = None,
         error_feedback: bool | None = None,
         reduction: str | None = None,
-        tune: str | bool | None = None,
-        tune_cache_dir: str | None = None,
         trace_dir: str | None = None,
         link_bytes_per_s: float | None = None,
         sync_across_nodes_every: int | None = None,
@@ -312,7 +310,7 @@ class HybridAllReduce(_Base):
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
+        """Obey a SIGTERM to this rank, and begin the step of extensions and communication."""
         super().on_train_batch_start(batch, batch_idx)
         if self._extensions is not None:
             self._extensions.call("before_batch", batch_idx)
@@ -360,9 +358,7 @@ class HybridAllReduce(_Base):
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
-        outputs = run()
-        self._comm.after_optimizer_step()
-        return outputs
+        return run()
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""

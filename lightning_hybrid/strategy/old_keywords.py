@@ -25,11 +25,10 @@ _FIELDS: dict[str, dict[str, str]] = {
         "bucket_bytes": "bucket_bytes",
         "plan": "plan",
         "comm_dtype": "dtype",
-        "tune": "tune",
     },
     "report": {"trace_dir": "trace_dir", "link_bytes_per_s": "link_bytes_per_s"},
 }
-OLD_KEYWORDS = (*(name for fields in _FIELDS.values() for name in fields), "tune_cache_dir")
+OLD_KEYWORDS = (*(name for fields in _FIELDS.values() for name in fields),)
 
 
 def with_old_keywords(
@@ -60,8 +59,6 @@ def with_old_keywords(
     names = ", ".join(f"`{name}` (={value!r:.80})" for name, value in old.items())
     line = ", ".join(f"{argument}={value!r}" for argument, value in given.items() if value != defaults[argument])
     cure = f"Write {line}, with classes of `lightning_hybrid`." if line else "It is so by default: leave it out."
-    if "tune_cache_dir" in old:
-        cure += " `tune_cache_dir` has no effect: each run tunes its own."
     warnings.warn(f"{names}: of 0.2, gone with the next release. {cure}", FutureWarning, stacklevel=3)
     return given["between_nodes"], given["comm"], given["report"]
 

@@ -21,7 +21,6 @@ REFUSED = [
     (Comm, {"plan": "no/such/plan.json"}, r"`comm.plan` \(='no/such/plan.json'\) must be the path of a plan"),
     (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
     (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* strategy.between_nodes.dtype=int8"),
-    (Comm, {"tune": "yes"}, r"`comm.tune` \(='yes'\) must be one of 'auto', 'on', 'off', True, False"),
     (
         Report,
         {"link_bytes_per_s": 0},
@@ -37,19 +36,18 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
         kind(**fields)
 
 
-def test_yaml_reads_on_and_off_as_booleans():
+def test_yaml_reads_off_as_a_boolean():
     for setting in ("cluster", True):
         with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', 'world', False"):
             HybridAllReduceStrategy(shard_update=setting)
-    strategy = HybridAllReduceStrategy(comm=Comm(tune=True), shard_update=False)
-    assert (strategy._comm.tune, strategy._comm.shard_update) == ("on", "off")
+    assert HybridAllReduceStrategy(shard_update=False)._comm.shard_update == "off"
 
 
 PLAN = CommPlan(algorithm="flat")
 STEPS = LocalSteps(every=8, from_step=2, dtype="int8", outer_lr=0.7, outer_momentum=0.9)
 OLD = [
     ({"algorithm": "flat", "bucket_bytes": 2**20}, {"comm": Comm(algorithm="flat", bucket_bytes=2**20)}),
-    ({"plan": PLAN, "tune": "off", "comm_dtype": "fp16"}, {"comm": Comm(plan=PLAN, tune="off", dtype="fp16")}),
+    ({"plan": PLAN, "comm_dtype": "fp16"}, {"comm": Comm(plan=PLAN, dtype="fp16")}),
     ({"trace_dir": "a", "link_bytes_per_s": 1e9}, {"report": Report(trace_dir="a", link_bytes_per_s=1e9)}),
     (
         {"comm_dtype_across_nodes": "int8", "error_feedback": True},
@@ -70,7 +68,6 @@ OLD = [
         {"reduction": "mean", "error_feedback": False, "sync_across_nodes_every": 1, "sync_across_nodes_from_step": 0},
         {},
     ),
-    ({"tune_cache_dir": "cache"}, {}),
 ]
 
 
@@ -95,7 +92,7 @@ def test_a_keyword_of_the_last_release_is_its_value_and_warns_with_the_line_to_w
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tune": "off", "comm": Comm(algorithm="flat")}, r"^`tune` \(='off'\) and `comm` \(=Comm\("),
+        ({"bucket_bytes": 9, "comm": Comm(algorithm="flat")}, r"^`bucket_bytes` \(=9\) and `comm` \(=Comm\("),
         ({"reduction": "adasum", "between_nodes": STEPS}, r"^`reduction` \(='adasum'\) and `between_nodes` \(=Loc"),
         ({"reduction": "sum"}, r"^`reduction` \(='sum'\) must be one of 'mean', 'adasum'"),
         ({"reduction": "adasum", "comm_dtype_across_nodes": "int8"}, r"^`comm_dtype_across_nodes` .* with Adasum"),
@@ -114,4 +111,3 @@ def test_fabric_and_the_pipeline_take_the_same_values_and_keywords():
         with pytest.warns(FutureWarning, match=r"Write comm=Comm\(dtype='bf16'\), with"):
             old = kind(comm_dtype="bf16")
         assert old._comm._comm_dtype is kind(comm=Comm(dtype=torch.bfloat16))._comm._comm_dtype is torch.bfloat16
-    assert HybridPipelineStrategy()._comm.tune == "off"
