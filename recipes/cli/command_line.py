@@ -62,15 +62,9 @@ AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")  # Hydra's
 _LOCAL_STEPS = "strategy/between_nodes=local_steps strategy.between_nodes."
 WHOLE = {
     "dtype": "precision={value}",
-    "strategy.comm_dtype": "strategy.comm.dtype={value}",
-    "strategy.comm_dtype_across_nodes": "strategy.between_nodes.dtype={value}",
-    "strategy.reduction": "strategy/between_nodes={value}",
-    "strategy.sync_across_nodes_every": f"{_LOCAL_STEPS}every={{value}}",
-    "strategy.sync_across_nodes_from_step": f"{_LOCAL_STEPS}from_step={{value}}",
-    "strategy.outer_step": f"{_LOCAL_STEPS}outer_lr=0.7 strategy.between_nodes.outer_momentum=0.9",
     **{f"strategy.between_nodes.{key}": f"{_LOCAL_STEPS}{key}={{value}}" for key in ("every", "from_step", "outer_lr")},
 }
-"""Keys of which more than the last word is another here, those of 0.2 among them, and what to write."""
+"""Keys of which more than the last word is another here, and what to write."""
 
 
 def bridge_hydra_versions() -> None:

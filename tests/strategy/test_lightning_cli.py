@@ -81,11 +81,6 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
 
 
-def test_keywords_of_the_last_release_are_still_in_the_signature():
-    with pytest.warns(FutureWarning, match=r"Write comm=Comm\(algorithm='flat'\)"):
-        assert parsed(CLASS, "--trainer.strategy.algorithm=flat").trainer.strategy._comm._plan.algorithm == "flat"
-
-
 def test_the_name_is_enough():
     trainer = fitted("--trainer.strategy=hybrid_allreduce", "--trainer.precision=bf16-true")
     assert type(trainer.strategy) is HybridAllReduceStrategy
