@@ -47,7 +47,5 @@ def test_every_strategy_takes_the_same_values(kind):
 
 
 def test_a_field_that_is_given_as_an_argument_is_refused_with_the_value_that_has_it():
-    with pytest.raises(
-        ValueError, match=r"`algorithm` .* is not an option .* mean `comm=Comm\(algorithm="
-    ):
+    with pytest.raises(ValueError, match=r"`algorithm` .* is not an option .* mean `comm=Comm\(algorithm="):
         HybridAllReduceStrategy(algorithm="flat")
