@@ -1,7 +1,7 @@
 """Checks of what a user gave. Each error says name, value, rule, meaning and cure; `why` is the last two of these."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 
@@ -69,19 +69,3 @@ def first_line(error: BaseException) -> str:
     '`lr` (=0) must be positive'
     """
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def moved(module: str, places: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a module's `__getattr__` which says, for one release, where its names are now.
-
-    >>> moved("lightning_hybrid.models", {"ResNet": "recipes.networks.resnet"})("ResNet")
-    Traceback (most recent call last):
-    ImportError: `ResNet` is no longer in lightning_hybrid.models: it is in recipes.networks.resnet.
-    """
-
-    def get(name: str) -> object:
-        if name in places:
-            raise ImportError(f"`{name}` is no longer in {module}: it is in {places[name]}.")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return get

@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)
-            network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
+            network = str(HydraConfig.get().runtime.choices["model"])
             found = tune_report.TuneReport.of(samples, replace(world, **logged), work, plan, cfg, network=network)
             found.write(folder, config)
             print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)

@@ -27,7 +27,6 @@ ARROWS = {
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.codec"} | OF_COMM,
     "comm": set(),
-    "comm.tuning": {"comm.codec", "comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,

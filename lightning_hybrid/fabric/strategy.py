@@ -1,7 +1,7 @@
 """The strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
 
-Of the Trainer's strategy it leaves out what needs a trainer: tuning of the plan (the number of steps is not known), the
-timeline, prefetching, schedules that wait after a skipped step.
+Of the Trainer's strategy it leaves out what needs a trainer: the timeline, prefetching, schedules that wait after a
+skipped step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
@@ -28,8 +28,7 @@ from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, wit
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
-from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
@@ -73,8 +72,6 @@ class FabricHybridAllReduce(_Base):
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
-        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, reduction: keywords of 0.2, which go with
-            the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
 
     Raises:
@@ -102,15 +99,8 @@ class FabricHybridAllReduce(_Base):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        algorithm: str | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
-        reduction: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, _ = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm)
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         self._comm, self._failures, self._loss_scale = CommSetup("Fabric"), FailureReports(), loss_scale
         for_ddp = self._comm.take_options(

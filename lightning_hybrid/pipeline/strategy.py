@@ -68,7 +68,7 @@ class HybridPipeline(DataRanksMixin):
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
-            refused: a codec, a planner, `Adasum`, `LocalSteps`, tuning.
+            refused: a codec, a planner, `Adasum`, `LocalSteps`.
 
     Raises:
         ValueError: an option cannot work; before any process group exists where it can be known by then.

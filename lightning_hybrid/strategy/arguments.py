@@ -22,7 +22,6 @@ from lightning_hybrid.comm.plan import MAX_BYTES
 from lightning_hybrid.lightning_names import is_overridden, lightning_types, misconfiguration
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
 from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
@@ -39,7 +38,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) ->
     Raises:
         ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
     """
-    own = [name for name in own if name not in ("ddp_kwargs", *OLD_KEYWORDS)]
+    own = [name for name in own if name != "ddp_kwargs"]
     values = {"between_nodes": (Mean, LocalSteps), "comm": (Comm,), "report": (Report,)}
     fields = {
         each.name: f"{name}={kind.__name__}({each.name}=...)"

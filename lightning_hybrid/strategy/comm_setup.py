@@ -45,7 +45,6 @@ from lightning_hybrid.strategy.options import (
 )
 
 if TYPE_CHECKING:
-    from lightning_hybrid.comm.tuning.session import TuningSession
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
     from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
 
@@ -74,8 +73,6 @@ class CommSetup:
         self.elastic_fit: ElasticFit | None = None
         self.held_loggers: HeldLoggers | None = None
         self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
-        self._tuning: TuningSession | None = None
-        self._begins_tuning = False  # at the next batch
         self.local_steps: LocalSteps | None = None
         self._timeout: timedelta | None = None
         self._trace_dir: str | None = None
@@ -98,7 +95,7 @@ class CommSetup:
         """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
-        require_value("comm", comm, (Comm,), 'Comm(tune="off")')
+        require_value("comm", comm, (Comm,), 'Comm(algorithm="flat")')
         require_value("report", report, (Report,), 'Report(trace_dir="traces")')
         if elastic is not None:
             require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
@@ -130,10 +127,6 @@ class CommSetup:
         self._ranks_per_node = ranks_per_node
         self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
         self.link_bytes_per_s = report.link_bytes_per_s
-        # A plan that is not the library's own choice is not tuned by itself, nor another sum than that over all ranks.
-        is_own = comm.algorithm == "auto" and (comm.plan is None or comm.planner is not None)
-        is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
-        self.tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
         self.asked = in_options(
             between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions, elastic=elastic
         )
@@ -162,7 +155,7 @@ class CommSetup:
     def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
         """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
         self.device, self._timeout, self.plan, self.engine_options = device, timeout, self._plan, {}
-        self._rank, self._begins_tuning = rank, self.tune != "off"
+        self._rank = rank
         if self.elastic is None:
             self.topology = self.topology_of(rank, world_size)
         else:  # of all hosts that may come; `rank` and `world_size` are those of one
@@ -233,21 +226,9 @@ class CommSetup:
         return state
 
     def before_batch(self, module: Any) -> None:
-        """Tell the codec the number of the step; between two steps tuning may change the plan."""
+        """Set the number of the step, from which the codec draws its noise."""
         if self.engine is not None and self.engine.coder is not None:
             self.engine.coder.begin_step(module.trainer.global_step)
-        if self._begins_tuning and self.engine is not None:
-            from lightning_hybrid.strategy.plan_tuning import tuning_of  # here: only a fit that tunes needs it
-
-            self._begins_tuning = False
-            self._tuning = tuning_of(self.engine, self.tune, module.trainer, on_plan=self.note_plan)
-        if self._tuning is not None:
-            self._tuning.before_batch()
-
-    def after_optimizer_step(self) -> None:
-        """Count a step of an optimizer."""
-        if self._tuning is not None:
-            self._tuning.after_optimizer_step()
 
     def share_work(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the ranks of a node share the work of `LARS(direction="orthogonal")`. Collective."""
@@ -260,7 +241,7 @@ class CommSetup:
     def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
         engine, elastic, self.engine, self.elastic_fit = self.engine, self.elastic_fit, None, None
-        self.hook_state = self._tuning = None  # a codec's buckets are as large as all gradients
+        self.hook_state = None  # a codec's buckets are as large as all gradients
         try:
             for part in (elastic, self.held_loggers):
                 if part is not None:

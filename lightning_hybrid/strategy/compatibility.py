@@ -38,7 +38,6 @@ CURES = {
     "node slices": "leave `node_slices` (in recipes `model.slice_fc`) out",
     "algorithm": "leave `strategy.comm.algorithm` out",
     "planner": "leave `strategy.comm.plan` out",
-    "tune": "leave `strategy.comm.tune` out",
     "extensions": "leave `strategy.extensions` out",
     "elastic": "leave `strategy.elastic` out",
     "unused parameters": "leave `strategy.find_unused_parameters` out",
@@ -86,15 +85,12 @@ EXCLUDED = tuple(
     for row in (
         ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
         ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
-        ("tune", "adasum", "Adasum has one algorithm, so there is nothing to try"),
         ("shard update", "local steps", "an average needs whole masters"),
-        ("tune", "local steps", "there is no all-reduce over all ranks in each step whose plan could be tried"),
         ("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
         ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
-        ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
         (
             "global batch",
             "pipeline",
@@ -103,11 +99,9 @@ EXCLUDED = tuple(
         ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
-        ("tune", "Fabric", "the number of steps is not known"),
         ("local steps", "node slices", "it averages weights that every rank has whole"),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
-        ("tune", "elastic", "plans are compared over the same ranks, and these change"),
         ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
         ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
         ("world update", "elastic", "a lost host takes its parts of masters and optimizer state with it"),
@@ -154,10 +148,11 @@ def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseExce
     Raises:
         ValueError: or `error`: with both, the reason and how to do without either.
 
-    >>> refuse_excluded({"tune": "`comm.tune` (='on')", "adasum": "`between_nodes` (=Adasum())"})
+    >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
-    ValueError: `comm.tune` (='on') and `between_nodes` (=Adasum()) exclude each other: Adasum has one algorithm, so \
-there is nothing to try. Leave `strategy.comm.tune` out, or take `Mean` between nodes (`strategy/between_nodes=mean`).
+    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
+to sum, and this is no sum. Leave `strategy.comm.plan` out, or take `Mean` between nodes \
+(`strategy/between_nodes=mean`).
     """
     for one, other, why in EXCLUDED:
         if one in found and other in found:
@@ -185,7 +180,6 @@ def in_options(
         "shard update": (shard_update != "off", f"`shard_update` (={shard_update!r})"),
         "world update": (shard_update == "world", "`shard_update` (='world')"),
         "planner": (comm.planner is not None, planner),
-        "tune": (comm.tuning == "on", "`comm.tune` (='on')"),
         "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
         "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
         "elastic": (elastic is not None, f"`elastic` (={elastic!r:.80})"),

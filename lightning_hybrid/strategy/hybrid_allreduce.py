@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommPlan, CommTrace
+from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
@@ -36,8 +36,7 @@ from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoad
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import elastic_for, loggers_for, made_for
 from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
-from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
@@ -72,9 +71,6 @@ class HybridAllReduce(_Base):
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
-        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
-            tune_cache_dir, trace_dir, link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
-            outer_step: keywords of 0.2, which go with the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
             `gradient_as_bucket_view` is off unless set, as in `ddp`;
             in half precision the gradients of buckets are never the user's, and it is on.
@@ -111,26 +107,8 @@ class HybridAllReduce(_Base):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        # Of 0.2: in the signature, as LightningCLI reads it.
-        algorithm: str | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
-        error_feedback: bool | None = None,
-        reduction: str | None = None,
-        tune: str | bool | None = None,
-        tune_cache_dir: str | None = None,
-        trace_dir: str | None = None,
-        link_bytes_per_s: float | None = None,
-        sync_across_nodes_every: int | None = None,
-        sync_across_nodes_from_step: int | None = None,
-        outer_step: Mapping[str, float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, report = with_old_keywords(
-            given := locals(), between_nodes=between_nodes, comm=comm, report=report
-        )
         # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
         self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
         self._loaders = TrainingLoaders(exact_resume)
@@ -140,14 +118,22 @@ class HybridAllReduce(_Base):
             between_nodes=between_nodes,
             comm=comm,
             report=report,
-            **{name: given[name] for name in "ranks_per_node loss_scale shard_update extensions elastic".split()},
+            ranks_per_node=ranks_per_node,
+            loss_scale=loss_scale,
+            shard_update=shard_update,
+            extensions=extensions,
+            elastic=elastic,
         )
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False
-        own = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin process_group_backend"
         super().__init__(
-            **{name: given[name] for name in own.split()},
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
             **for_ddp,
@@ -312,7 +298,7 @@ class HybridAllReduce(_Base):
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
+        """Obey a SIGTERM to this rank, and begin the step of extensions and communication."""
         super().on_train_batch_start(batch, batch_idx)
         if self._extensions is not None:
             self._extensions.call("before_batch", batch_idx)
@@ -360,9 +346,7 @@ class HybridAllReduce(_Base):
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
-        outputs = run()
-        self._comm.after_optimizer_step()
-        return outputs
+        return run()
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""

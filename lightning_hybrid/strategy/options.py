@@ -179,8 +179,6 @@ class Comm(OptionValue):
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
-            noise. `"auto"`: between CPU nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
 
     Raises:
         ValueError: a value cannot work, or `plan` and what it stands for are both given.
@@ -190,21 +188,11 @@ class Comm(OptionValue):
     bucket_bytes: int | None = None
     plan: CommPlan | Planner | str | None = None
     dtype: str | torch.dtype | None = None
-    tune: Literal["auto", "on", "off"] | bool = "auto"
 
     def __post_init__(self) -> None:
         """Check each, the file of a plan too."""
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
-        why = "whether the plan of communication is tuned in the first steps. Leave `strategy.comm.tune` out for auto"
-        require_choice("comm.tune", self.tune, ("auto", "on", "off", True, False), why)
-
-    @property
-    def tuning(self) -> Literal["auto", "on", "off"]:
-        """`tune`, of which YAML reads `on` and `off` as booleans."""
-        if isinstance(self.tune, bool):
-            return "on" if self.tune else "off"
-        return self.tune
 
     @property
     def on_wire(self) -> torch.dtype | None:

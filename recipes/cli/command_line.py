@@ -33,44 +33,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 OPTIONS = ("config_path", "config_name", "config_dir")
 """Options of Hydra's that change what is composed."""
 
-SYNONYMS = {
-    **dict.fromkeys(["learning_rate", "base_lr", "max_lr"], "lr"),
-    **dict.fromkeys(["batch_size", "batchsize", "bs", "batch"], "global_batch_size"),
-    **dict.fromkeys(["epochs", "num_epochs", "n_epochs"], "max_epochs"),
-    **dict.fromkeys(["steps", "num_steps", "iterations"], "max_steps"),
-    **dict.fromkeys(["gpus", "num_gpus", "ngpus", "num_devices", "nproc", "num_processes", "ranks"], "devices"),
-    **dict.fromkeys(["nodes", "nnodes", "hosts"], "num_nodes"),
-    **dict.fromkeys(["wd", "decay", "l2"], "weight_decay"),
-    **dict.fromkeys(["amp", "fp16", "half", "dtype"], "precision"),
-    **dict.fromkeys(["checkpoint", "ckpt", "ckpt_path", "resume_from_checkpoint"], "resume"),
-    **dict.fromkeys(["workers", "num_workers", "n_workers"], "num_threads"),
-    **dict.fromkeys(["warmup", "warm_up", "warmup_length"], "warmup_epochs"),
-    **dict.fromkeys(["eta", "trust_coef"], "trust_coefficient"),
-    **dict.fromkeys(["path", "dir", "folder", "data_dir", "dataset_path", "data_path"], "root"),
-    **dict.fromkeys(["arch", "network", "backbone"], "model"),
-    **dict.fromkeys(["optimizer", "optimiser", "opt"], "optim"),
-    **dict.fromkeys(["scheduler", "lr_scheduler"], "schedule"),
-    "dataset": "data",
-    "clip": "gradient_clip_val",
-    "grad_clip": "gradient_clip_val",
-    "compression": "dtype",
-}
-"""Last words of keys, as the field and other trainers have them, and the words here."""
+SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
+"""Last words of keys in other trainers, and the words here."""
 
 AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")  # Hydra's words for a choice that is none
 
-_LOCAL_STEPS = "strategy/between_nodes=local_steps strategy.between_nodes."
-WHOLE = {
-    "dtype": "precision={value}",
-    "strategy.comm_dtype": "strategy.comm.dtype={value}",
-    "strategy.comm_dtype_across_nodes": "strategy.between_nodes.dtype={value}",
-    "strategy.reduction": "strategy/between_nodes={value}",
-    "strategy.sync_across_nodes_every": f"{_LOCAL_STEPS}every={{value}}",
-    "strategy.sync_across_nodes_from_step": f"{_LOCAL_STEPS}from_step={{value}}",
-    "strategy.outer_step": f"{_LOCAL_STEPS}outer_lr=0.7 strategy.between_nodes.outer_momentum=0.9",
-    **{f"strategy.between_nodes.{key}": f"{_LOCAL_STEPS}{key}={{value}}" for key in ("every", "from_step", "outer_lr")},
-}
-"""Keys of which more than the last word is another here, those of 0.2 among them, and what to write."""
+LOCAL_STEPS_KEYS = tuple(f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr"))
+"""Keys that are there once their group is chosen."""
 
 
 def bridge_hydra_versions() -> None:
@@ -257,7 +226,8 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
     near_key = nearest(key, keys)
     hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
-    hint = f" Did you mean {WHOLE[key].format(value=value)}?" if key in WHOLE else hint
+    if key in LOCAL_STEPS_KEYS:
+        hint = f" Did you mean strategy/between_nodes=local_steps {key}={value}?"
     rest = "" if hint or mark else f" An argument that conf leaves out is added by a plus: +{key}={value}."
     return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
 

@@ -19,7 +19,6 @@ SIMULATE_KEYS: dict[str, Any] = {
     "batch_size_per_rank": Count,
     "image_shape": list[Count],
     "images_per_s": Positive | None,
-    "profile": str | None,
     "update_s": NotNegative,
     "itemsize": Count,
     "precision": Literal["16-true", "bf16-true", "32-true"],

@@ -52,7 +52,7 @@ def test_a_timeout_is_seconds_and_a_wrong_type_is_refused_by_name(capsys):
     for given in ("60", "0:01:00"):
         trainer = fitted(strategy, f"--trainer.strategy.timeout={given}")
         assert trainer.strategy._timeout == timedelta(minutes=1)
-    for option in ("timeout=soon", "report.trace_dir=[5]", "comm.tune=sometimes", "between_nodes.every=8"):
+    for option in ("timeout=soon", "report.trace_dir=[5]", "comm.algorithm=sometimes", "between_nodes.every=8"):
         with pytest.raises(SystemExit):
             fitted(strategy, f"--trainer.strategy.{option}")
         assert option.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
@@ -79,17 +79,6 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
         text = made.trainer.strategy._comm.asked
         assert text == HybridAllReduceStrategy(between_nodes)._comm.asked
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
-
-
-def test_on_in_yaml_is_a_boolean_and_is_taken(tmp_path):
-    text = f"trainer: {{strategy: {{class_path: {CLASS.partition('=')[2]}, init_args: {{comm: {{tune: on}}}}}}}}"
-    (tmp_path / "config.yaml").write_text(text)
-    assert parsed("--config", str(tmp_path / "config.yaml")).trainer.strategy._comm.tune == "on"
-
-
-def test_keywords_of_the_last_release_are_still_in_the_signature():
-    with pytest.warns(FutureWarning, match=r"Write comm=Comm\(algorithm='flat'\)"):
-        assert parsed(CLASS, "--trainer.strategy.algorithm=flat").trainer.strategy._comm._plan.algorithm == "flat"
 
 
 def test_the_name_is_enough():

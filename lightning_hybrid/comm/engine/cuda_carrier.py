@@ -26,7 +26,6 @@ from lightning_hybrid.comm.engine.cuda_all_reduce import Issued, all_reduce, com
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import stage_scopes
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, end_on_abort, on_abort
 from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
@@ -54,7 +53,6 @@ class CudaCarrier:
         self._device, self._groups, self._trace = device, groups, trace
         self._latch, self._watchdog = latch, watchdog
         self._streams: CudaStreams | None = None
-        self._in_use: tuple[str, ...] = ()
         self._issued: deque[Issued] = deque()
         self._done: list[Issued] = []
         self._lock = threading.Lock()  # of looks; taken before the engine's, never after it
@@ -66,18 +64,13 @@ class CudaCarrier:
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Use these algorithms from now on. There is one set of groups: more would only share the streams."""
-        self._in_use = tuple(stage_scopes(columns))
+        """Use the groups of these algorithms. There is one set of groups: more would only share the streams."""
         for group in self._groups.by_stage.values():
             on_abort(group, self._was_aborted)
 
     def _was_aborted(self) -> None:
         if self._stuck is None:
             self._latch.trip(self._watchdog.collect_status(f"rank {self._groups.topology.rank} saw NCCL give up"))
-
-    def free_unused(self) -> None:
-        """Free the communicators that the algorithms in use do not need. Collective."""
-        self._groups.keep(self._in_use)
 
     def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
         """Cut a bucket into the chunks of its plan; the thread that submits also puts them on the streams."""

@@ -35,7 +35,6 @@ BASES: dict[str, list[str]] = {
         "search.algorithms=[flat]",
         "search.bucket_bytes=[4194304]",
     ],
-    "recipes.planning.gradient_timing": [],
     "recipes.search": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
@@ -48,7 +47,6 @@ WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
     ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
-    ("recipes.planning.gradient_timing", None, "time_gradients"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

@@ -65,7 +65,6 @@ MISSPELT = {
     "optim.learning_rate=3": "Did you mean optim.lr=3?",
     "epochs=3": "Did you mean trainer.max_epochs=3?",
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
-    "strategy.reduction=adasum": "Did you mean strategy/between_nodes=adasum?",
     "strategy.between_nodes.every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",

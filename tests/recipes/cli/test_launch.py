@@ -141,7 +141,7 @@ def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatc
     assert launch.command_of_this_job()[-4:] == ["+cluster=netlab", "+num_nodes=1", given, "hydra.mode=RUN"]
 
 
-FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes", "batch_decoders"}
+FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes"}
 MODELS = ("alexnet_bn_imagenet", "alexnet", "resnet50")
 
 

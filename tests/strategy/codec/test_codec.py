@@ -28,7 +28,7 @@ def scene(codec, **settings):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
-    """Blocks and their noise belong to a gradient: tuning, and DDP's buckets in a resumed step, change nothing."""
+    """Blocks and their noise belong to a gradient: DDP's buckets in a resumed step change nothing."""
     small = CommPlan(bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1)
     ranks = [fit(two_ranks, precision=precision, comm=Comm(plan=plan), **scene(codec)) for plan in (None, small)]
     first = ranks[0][0]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid import Comm, LocalSteps, Mean
+from lightning_hybrid import LocalSteps, Mean
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
@@ -53,7 +53,7 @@ def trained_of(module):
 
 def local(ranks, every, options=None, module=None, callbacks=(), **scene):
     between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
-    scene = {"between_nodes": between_nodes, "ranks_per_node": 1, "comm": Comm(tune="off"), **scene}
+    scene = {"between_nodes": between_nodes, "ranks_per_node": 1, **scene}
     callbacks = [at(on_train_batch_end=after_batch), *callbacks]
     return fit(ranks, partial(Toy, **(module or {})), callbacks=callbacks, **scene)
 
