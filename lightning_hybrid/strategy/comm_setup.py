@@ -97,9 +97,9 @@ class CommSetup:
     ) -> dict[str, Any]:
         """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
-        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
-        require_value("comm", comm, (Comm,), 'Comm(tune="off")')
-        require_value("report", report, (Report,), 'Report(trace_dir="traces")')
+        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
+        require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
+        require_value("report", report, (Report,), "Report(trace_dir='traces')")
         if elastic is not None:
             require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
         self.elastic = elastic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -277,13 +277,43 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Raise `ValueError` unless an argument is one of its classes' values: text or a dictionary is none."""
-    if not isinstance(value, kinds):
-        names = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-        raise ValueError(
-            f"`{name}` (={value!r:.80}) must be {names}, of `lightning_hybrid`: fields are checked where they "
-            f"stand. Write {name}={example}."
-        )
+    """Raise `ValueError` unless an argument is an object of one of these dataclasses; the error suggests an object."""
+    if isinstance(value, kinds):
+        return
+    class_names = [kind.__name__ for kind in kinds]
+    rule = class_names[0]
+    if len(class_names) > 1:
+        rule = f"{', '.join(class_names[:-1])} or {class_names[-1]}"
+    shown = f"{value!r:.80}"
+    if isinstance(value, type):
+        shown = value.__name__
+    suggestion = _object_meant_by(value, kinds)
+    if suggestion is not None:
+        cure = f"Did you mean {name}={suggestion}?"
+    else:
+        cure = f"Write for example {name}={example}."
+    raise ValueError(f"`{name}` (={shown}) must be a {rule} object. {cure}")
+
+
+def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
+    """Return the object that a class, the name of a class, a mapping of fields or the value of one field stands for."""
+    for kind in kinds:
+        if value is kind or str(value).lower().replace("_", "") == kind.__name__.lower():
+            return _EXAMPLES.get(kind, f"{kind.__name__}()")
+    for kind in kinds:
+        candidates: list[Mapping[str, Any]] = [{field.name: value} for field in dataclasses.fields(kind)]
+        if isinstance(value, Mapping):
+            candidates = [value]
+        for fields in candidates:
+            try:
+                return repr(kind(**fields))
+            except (TypeError, ValueError):  # the value is none of this field's
+                continue
+    return None
+
+
+_EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
+"""Objects to suggest for classes that have no default for every field."""
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:

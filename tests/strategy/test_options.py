@@ -37,6 +37,28 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
         kind(**fields)
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"comm": "flat"}, r"`comm` \(='flat'\) must be a Comm object\. Did you mean comm=Comm\(algorithm='flat'\)\?"),
+        ({"comm": "fp16"}, r".* Did you mean comm=Comm\(dtype='fp16'\)\?"),
+        ({"comm": "off"}, r".* Did you mean comm=Comm\(tune='off'\)\?"),
+        ({"comm": 2**20}, r".* Did you mean comm=Comm\(bucket_bytes=1048576\)\?"),
+        ({"comm": {"algorithm": "flat", "tune": "off"}}, r".* mean comm=Comm\(algorithm='flat', tune='off'\)\?"),
+        ({"comm": Comm}, r"`comm` \(=Comm\) must be a Comm object\. Did you mean comm=Comm\(\)\?"),
+        ({"comm": "ring"}, r"`comm` \(='ring'\) must be a Comm object\. Write for example comm=Comm\(algorithm='flat'\)\."),
+        ({"between_nodes": "adasum"}, r".* must be a Mean, Adasum or LocalSteps object\. .* between_nodes=Adasum\(\)\?"),
+        ({"between_nodes": "local_steps"}, r".* Did you mean between_nodes=LocalSteps\(every=8\)\?"),
+        ({"between_nodes": "int8"}, r".* Did you mean between_nodes=Mean\(dtype='int8'\)\?"),
+        ({"between_nodes": 16}, r".* Did you mean between_nodes=LocalSteps\(every=16\)\?"),
+        ({"report": "traces"}, r".* must be a Report object\. Did you mean report=Report\(trace_dir='traces'\)\?"),
+    ],
+)
+def test_a_plain_value_in_place_of_an_object_is_answered_with_the_object_to_write(argument, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        HybridAllReduceStrategy(**argument)
+
+
 def test_yaml_reads_on_and_off_as_booleans():
     for setting in ("cluster", True):
         with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', 'world', False"):
