@@ -34,7 +34,7 @@ class MasterWeightAveraging(EMAWeightAveraging):
                 "0.999 remembers about a thousand steps."
             )
         every = kwargs.get("update_every_n_steps", 1)
-        require_whole("update_every_n_steps", every, "steps are counted. Set callbacks.ema.update_every_n_steps=1")
+        require_whole("update_every_n_steps", every, "steps are counted. Write update_every_n_steps=1")
         super().__init__(decay=decay, **kwargs)
         self._is_handed_over = False
 

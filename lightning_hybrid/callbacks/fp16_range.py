@@ -79,12 +79,12 @@ def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *,
     Raises:
         ValueError: The module optimizes by hand, or has no parameters yet.
     """
-    require_whole("num_batches", num_batches, "so many batches are run. Set callbacks.half_precision.num_batches=2")
+    require_whole("num_batches", num_batches, "so many batches are run. Write num_batches=2")
     if not module.automatic_optimization or not any(True for _ in module.parameters()):
         what = "`automatic_optimization` (=False)" if not module.automatic_optimization else "`parameters()` (=none)"
         raise ValueError(
             f"{what} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
-            "and backward of the loss that comes back. Leave callbacks.half_precision out."
+            "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
         )
     counts: dict[tuple[str, str], Tensor] = {}
 

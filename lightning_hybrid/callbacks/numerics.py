@@ -66,7 +66,7 @@ class NumericsMonitor(Callback):
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        why = "so often a gradient must be found zero. Set callbacks.numbers.patience=3"
+        why = "so often a gradient must be found zero. Write patience=3"
         require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
         self.patience = patience

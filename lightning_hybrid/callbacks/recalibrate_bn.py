@@ -62,7 +62,7 @@ class RecalibrateBatchNorm(Callback):
     """
 
     def __init__(self, num_images: int = 2048, forward: Callable[[pl.LightningModule, Any], Any] | None = None) -> None:
-        require_whole("num_images", num_images, "statistics need images. Set callbacks.recalibrate_bn.num_images=2048")
+        require_whole("num_images", num_images, "statistics need images. Write num_images=2048")
         self.num_images = num_images
         self.forward = forward or _forward_images
         self._has_warned = False
@@ -259,7 +259,7 @@ def _on_device(trainer: pl.Trainer, batch: Any) -> Any:
 def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
     if type(module).forward is nn.Module.forward:
         raise RuntimeError(
-            f"`{type(module).__name__}.forward` is not defined: `callbacks=recalibrate_bn` cannot run the "
+            f"`{type(module).__name__}.forward` is not defined: `RecalibrateBatchNorm` cannot run the "
             "network. Define it, or give `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
         )
     return module(batch[0] if isinstance(batch, tuple | list) else batch)

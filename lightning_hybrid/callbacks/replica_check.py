@@ -64,7 +64,7 @@ class ReplicaCheck(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         why = (
             "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
-            "Set callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas"
+            "Write every_n_steps=100, or leave `ReplicaCheck` out"
         )
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps

@@ -70,7 +70,7 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        why = "so often all ranks are asked whether one of them received a signal. Set callbacks.stop.every_n_steps=1"
+        why = "so often all ranks are asked whether one of them received a signal. Write every_n_steps=1"
         require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]

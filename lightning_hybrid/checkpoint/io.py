@@ -68,7 +68,7 @@ class DurableCheckpointIOMixin(_Base):
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        why = "the one that is being written is in memory. Set checkpoint_io.max_in_memory=1"
+        why = "the one that is being written is in memory. Write max_in_memory=1"
         require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
         require_positive("timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual")
         why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"

@@ -102,8 +102,8 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` (=a {type(model).__name__}) must be the module itself: the rules look at the types of its layers, "
-            "which parameters alone do not have. Write param_groups(net, ...) in place of "
+            f"`model` (=a {type(model).__name__}) must be the module itself: the rules look at the types of layers, "
+            "which parameters do not have. Write param_groups(net, ...) in place of "
             "param_groups(net.parameters(), ...)."
         )
     require_number("weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off")

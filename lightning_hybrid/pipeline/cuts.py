@@ -116,7 +116,7 @@ def balanced_cuts(
     [1, 3]
     """
     num_blocks = len(seconds)
-    require_whole("num_stages", num_stages, "stages are counted. Set strategy.num_stages=2")
+    require_whole("num_stages", num_stages, "stages are counted. Write num_stages=2")
     kept = [0.0] * num_blocks if activation_bytes is None else activation_bytes
     alive = [1] * num_stages if num_alive is None else num_alive
     for name, values, length, of in (
@@ -132,7 +132,7 @@ def balanced_cuts(
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "
-            f"without one would compute nothing. Set strategy.num_stages={max(1, num_blocks)} or less, or "
+            f"without one would compute nothing. Write num_stages={max(1, num_blocks)} or less, or "
             "offer smaller blocks."
         )
     # Sums from the first block on: what blocks begin ... end - 1 take is a difference, and the same in both passes.
@@ -155,8 +155,8 @@ def balanced_cuts(
         least, _ = _best(num_blocks, num_stages, held, max)
         raise ValueError(
             f"`most_bytes` (={most_bytes:g}) must be {least:g} or more: of all cuts into {num_stages} stages the "
-            "most even one in memory has a stage of that size. Set more strategy.num_stages, or "
-            "strategy.checkpoint_activations=true."
+            "most even one in memory has a stage of that size. Give more `num_stages`, or "
+            "write checkpoint_activations=True."
         )
 
     def square_if_not_slower(stage: int, begin: int, end: int) -> float:

@@ -112,8 +112,10 @@ class CommSetup:
                 )
             comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
         if ranks_per_node is not None:
-            require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
-        why = "which ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
+            require_whole(
+                "ranks_per_node", ranks_per_node, "it counts ranks. Leave `ranks_per_node` out to have nodes found"
+            )
+        why = "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
         require_choice("shard_update", shard_update, ("off", "node", "world", False), why)  # YAML: `off` is a boolean
         self.extension_factories = tuple(extensions) if isinstance(extensions, Iterable) else ()
         if not isinstance(extensions, Iterable | None) or not all(map(callable, self.extension_factories)):

@@ -78,8 +78,8 @@ class Mean(BetweenNodes):
             own = "None" if dtype is None else str(dtype).removeprefix("torch.")
             raise ValueError(
                 f"`{name}` (=True) needs a codec between nodes, and `between_nodes.dtype` is {own}: only what int8 and "
-                "int4 round away is kept. Set strategy.between_nodes.dtype to int8 or int4, or leave "
-                f"`strategy.{name}` out."
+                "int4 round away is kept. Write dtype='int8' or 'int4', or leave "
+                f"`{name}` out."
             )
 
     @property
@@ -132,7 +132,7 @@ class LocalSteps(BetweenNodes):
         """Check each."""
         why = (
             "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
-            "`Mean()`, gradients averaged over all ranks in every step: set strategy/between_nodes=mean"
+            "`Mean()`, gradients averaged over all ranks in every step: write between_nodes=Mean()"
         )
         require_whole("between_nodes.every", self.every, why, least=2, unit="steps")
         why = "it counts optimizer steps that are synchronous, before nodes train on their own. Leave it out for none"
@@ -144,7 +144,7 @@ class LocalSteps(BetweenNodes):
         if self.on_wire is torch.float16:
             raise ValueError(
                 f"`between_nodes.dtype` (={self.dtype!r}) cannot carry what weights have moved: it has no loss scale "
-                "and can be below what fp16 holds. Set strategy.between_nodes.dtype to bfloat16, int8 or int4, or "
+                "and can be below what fp16 holds. Write dtype='bfloat16', 'int8' or 'int4', or "
                 "leave it out."
             )
 
@@ -196,7 +196,7 @@ class Comm(OptionValue):
         """Check each, the file of a plan too."""
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
-        why = "whether the plan of communication is tuned in the first steps. Leave `strategy.comm.tune` out for auto"
+        why = "whether the plan of communication is tuned in the first steps. Leave `comm.tune` out for auto"
         require_choice("comm.tune", self.tune, ("auto", "on", "off", True, False), why)
 
     @property
@@ -242,7 +242,7 @@ class Comm(OptionValue):
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`comm.plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
-                "`CommPlan(...).to_json()`, or leave `strategy.comm.plan` out."
+                "`CommPlan(...).to_json()`, or leave `comm.plan` out."
             ) from error
 
 
@@ -266,7 +266,7 @@ class Report(OptionValue):
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
                 f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "
-                "`strategy.report.trace_dir` out for None."
+                "`report.trace_dir` out for None."
             )
         if self.link_bytes_per_s is not None:
             why = (
@@ -288,10 +288,9 @@ def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) 
     if isinstance(value, type):
         shown = value.__name__
     suggestion = _object_meant_by(value, kinds)
+    cure = f"Write for example {name}={example}."
     if suggestion is not None:
         cure = f"Did you mean {name}={suggestion}?"
-    else:
-        cure = f"Write for example {name}={example}."
     raise ValueError(f"`{name}` (={shown}) must be a {rule} object. {cure}")
 
 
@@ -330,8 +329,9 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str,
     if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
         return _DTYPES[setting.removeprefix("torch.")]
     cure = ""
-    if str(setting).removeprefix("torch.") in ("int8", "int4"):
-        cure = f" Sums have to hold them as they are: 8 and 4 bits are for strategy.between_nodes.dtype={setting}."
+    name_of_bits = str(setting).removeprefix("torch.")
+    if name_of_bits in ("int8", "int4"):
+        cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
     raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
 
 

@@ -70,7 +70,7 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
 
 
 def _suggest_names(registry: Any) -> None:
-    """Let the names of a registry answer a misspelt name of ours, which Lightning would answer with names of its own."""
+    """Let the names of a registry answer a misspelt name of ours, which Lightning answers with its own names."""
     list_names = registry.available_strategies
 
     def available_strategies() -> list[str]:

@@ -46,8 +46,14 @@ def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, mess
         ({"comm": 2**20}, r".* Did you mean comm=Comm\(bucket_bytes=1048576\)\?"),
         ({"comm": {"algorithm": "flat", "tune": "off"}}, r".* mean comm=Comm\(algorithm='flat', tune='off'\)\?"),
         ({"comm": Comm}, r"`comm` \(=Comm\) must be a Comm object\. Did you mean comm=Comm\(\)\?"),
-        ({"comm": "ring"}, r"`comm` \(='ring'\) must be a Comm object\. Write for example comm=Comm\(algorithm='flat'\)\."),
-        ({"between_nodes": "adasum"}, r".* must be a Mean, Adasum or LocalSteps object\. .* between_nodes=Adasum\(\)\?"),
+        (
+            {"comm": "ring"},
+            r"`comm` \(='ring'\) must be a Comm object\. Write for example comm=Comm\(algorithm='flat'\)\.",
+        ),
+        (
+            {"between_nodes": "adasum"},
+            r".* must be a Mean, Adasum or LocalSteps object\. .* between_nodes=Adasum\(\)\?",
+        ),
         ({"between_nodes": "local_steps"}, r".* Did you mean between_nodes=LocalSteps\(every=8\)\?"),
         ({"between_nodes": "int8"}, r".* Did you mean between_nodes=Mean\(dtype='int8'\)\?"),
         ({"between_nodes": 16}, r".* Did you mean between_nodes=LocalSteps\(every=16\)\?"),

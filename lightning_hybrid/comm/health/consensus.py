@@ -100,6 +100,6 @@ def max_over_ranks(times_s: Sequence[float], place: str, device: torch.device) -
         difference = differing([{"place in the training": each} for each in places])
         raise ValueError(
             f"all ranks must change the plan of communication after the same step: {difference}. Give every rank the "
-            "same number of batches and the same `strategy` options, or set `strategy.comm.tune=off`."
+            "same number of batches and the same `strategy` options, or write comm=Comm(tune='off')."
         )
     return most[: len(times_s)]
