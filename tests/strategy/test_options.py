@@ -17,10 +17,10 @@ REFUSED = [
     (LocalSteps, {"every": 4, "outer_lr": 0}, r"`between_nodes.outer_lr` \(=0\) must be a number in \(0, inf\)"),
     (LocalSteps, {"every": 4, "outer_momentum": 1}, r"`between_nodes.outer_momentum` \(=1\) must be .* in \[0, 1\)"),
     (LocalSteps, {"every": 4, "dtype": "fp16"}, r"`between_nodes.dtype` \(='fp16'\) cannot carry what weights have"),
-    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).*strategy.comm.algorithm=auto"),
+    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Write algorithm='auto'"),
     (Comm, {"plan": "no/such/plan.json"}, r"`comm.plan` \(='no/such/plan.json'\) must be the path of a plan"),
     (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
-    (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* strategy.between_nodes.dtype=int8"),
+    (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* between_nodes=Mean\(dtype='int8'\)"),
     (Comm, {"tune": "yes"}, r"`comm.tune` \(='yes'\) must be one of 'auto', 'on', 'off', True, False"),
     (
         Report,
