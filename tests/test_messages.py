@@ -18,6 +18,7 @@ GROUPS = ("strategy", "callbacks")
 
 VALUE_OF_YAML = r"=(?:null|true|false)\b|\bnull\b"
 REMOVED_PART = r"(?<!\S)`?~[a-z_]+\b"
+CHOICE_OF_GROUP = r"\bcallbacks=[a-z_]+\b"
 
 
 def keys_of_files() -> set[str]:
@@ -33,7 +34,7 @@ KEYS = {key for key in keys_of_files() if not re.search(r"[._]_target_|_partial_
 KEY = re.compile(
     rf"(?<![\w./'\"])(?:{'|'.join(GROUPS)})[./]\w+"
     rf"|(?<![\w./'\"])(?:{'|'.join(sorted(map(re.escape, KEYS), key=len, reverse=True))})\b"
-    rf"|{REMOVED_PART}|{VALUE_OF_YAML}"
+    rf"|{REMOVED_PART}|{CHOICE_OF_GROUP}|{VALUE_OF_YAML}"
 )
 
 

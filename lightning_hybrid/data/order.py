@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hybrid.checks import make_plain
 from lightning_hybrid.data.batch_counters import (
     count_batches_as,
     goes_on_in_epoch,
@@ -86,6 +87,7 @@ class EpochOrder:
     accumulate_grad_batches: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self, "num_images", "global_batch_size", "seed", "world_size", "rank", "accumulate_grad_batches")
         _ = self.batch_size_per_rank
         if self.global_batch_size > self.num_images:
             most = largest_global_batch_size(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.checks import require_number
+from lightning_hybrid.checks import plain_value, require_number
 
 Rule = Literal["normalisation", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
@@ -106,6 +106,7 @@ def param_groups(
             "which parameters do not have. Write param_groups(net, ...) in place of "
             "param_groups(net.parameters(), ...)."
         )
+    weight_decay = plain_value(weight_decay)
     require_number("weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off")
     exclusions = _checked_exclusions(exclude)
     for rule in rules:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import make_plain, require_whole
 from lightning_hybrid.pipeline.shapes import as_arguments
 
 
@@ -32,6 +32,9 @@ class BlockProfile:
     activation_bytes: Sequence[float] | None = None
     held_bytes: Sequence[float] | None = None
     most_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        make_plain(self, "seconds", "activation_bytes", "held_bytes", "most_bytes")
 
     @classmethod
     def measured(

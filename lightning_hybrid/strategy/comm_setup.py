@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_choice, require_whole
+from lightning_hybrid.checks import plain_value, require_choice, require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
@@ -104,13 +104,15 @@ class CommSetup:
             require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
         self.elastic = elastic
         for_ddp = dict(ddp_kwargs)
-        if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
+        cap_mb = plain_value(for_ddp.pop("bucket_cap_mb", None))
+        if cap_mb is not None:
             if comm.bucket_bytes is not None:
                 raise ValueError(
                     f"`bucket_cap_mb` (={cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
                     "Keep `comm.bucket_bytes`."
                 )
             comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
+        ranks_per_node = plain_value(ranks_per_node)
         if ranks_per_node is not None:
             require_whole(
                 "ranks_per_node", ranks_per_node, "it counts ranks. Leave `ranks_per_node` out to have nodes found"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from lightning_hybrid.checks import require_choice, require_number, require_whole
+from lightning_hybrid.checks import make_plain, require_choice, require_number, require_whole
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 
@@ -130,6 +130,7 @@ class LocalSteps(BetweenNodes):
 
     def __post_init__(self) -> None:
         """Check each."""
+        make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
             "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
             "`Mean()`, gradients averaged over all ranks in every step: write between_nodes=Mean()"
@@ -194,6 +195,7 @@ class Comm(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each, the file of a plan too."""
+        make_plain(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
         why = "whether the plan of communication is tuned in the first steps. Leave `comm.tune` out for auto"
@@ -263,6 +265,7 @@ class Report(OptionValue):
 
     def __post_init__(self) -> None:
         """Check both."""
+        make_plain(self, "link_bytes_per_s")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
                 f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "

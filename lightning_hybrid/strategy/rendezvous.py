@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checks import first_line, require_choice
+from lightning_hybrid.checks import first_line, plain_value, require_choice
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
@@ -107,7 +107,7 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     >>> timeout_from(60), timeout_from(timedelta(minutes=1)) == timeout_from(60.0)
     (datetime.timedelta(seconds=60), True)
     """
-    seconds = setting.total_seconds() if isinstance(setting, timedelta) else setting
+    seconds = setting.total_seconds() if isinstance(setting, timedelta) else plain_value(setting)
     # A year at most: what torch makes of it is counted in milliseconds and nanoseconds.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 366 * 86400:
         raise ValueError(

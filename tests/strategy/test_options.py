@@ -10,7 +10,11 @@ from lightning_hybrid.flavours import fabric
 
 REFUSED = [
     (Mean, {"dtype": "int2"}, r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\.$"),
-    (Mean, {"error_feedback": True}, r"`between_nodes.error_feedback` \(=True\) needs a codec .* int8 or int4"),
+    (
+        Mean,
+        {"error_feedback": True},
+        r"`between_nodes.error_feedback` \(=True\) needs a codec .* Write dtype='int8' or 'int4'",
+    ),
     (Mean, {"dtype": "int8", "error_feedback": "nearest"}, r"`between_nodes.error_feedback` \(='nearest'\) must be"),
     (LocalSteps, {"every": 1}, r"`between_nodes.every` \(=1\) must be a whole number of steps, 2 or more"),
     (LocalSteps, {"every": 4, "from_step": -1}, r"`between_nodes.from_step` \(=-1\) must be .* 0 or more"),
