@@ -17,7 +17,7 @@ launch.register_resolvers()
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
     """Simulate; print the answer; write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
-    with launch.short_errors():
+    with launch.short_errors(cfg):
         config_check.check(cfg, SIMULATE_KEYS)
         if cfg.compare:
             print(comparison(cfg))

@@ -38,7 +38,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
 def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero fits, chooses, prints and writes."""
-    with launch.job() as launched, launch.short_errors():
+    with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         tune_setup.check_tune_keys(cfg)
         plan, work = instantiate(cfg.plan), tune_setup.configured_work(cfg)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, places_of
 from lightning_hybrid.comm.health.replica_difference import (
     PART,
@@ -64,8 +64,9 @@ class ReplicaCheck(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         why = (
             "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
-            "Set callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas"
+            "Write every_n_steps=100, or leave `ReplicaCheck` out"
         )
+        every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps
         self._fingerprint: Fingerprint | None = None

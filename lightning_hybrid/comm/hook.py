@@ -53,7 +53,7 @@ class HookState:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
-                "in it. Leave `strategy.comm.dtype` unset to sum them as they are."
+                "in it. Leave `comm.dtype` unset to sum them as they are."
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype

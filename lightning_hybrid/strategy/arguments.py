@@ -229,7 +229,7 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     if topology.num_nodes == 1:
         rank_zero_warn(
             "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
-            "mean of all ranks here. Leave `strategy.between_nodes` out, or say by `strategy.ranks_per_node` what a "
+            "mean of all ranks here. Leave `between_nodes` out, or say by `ranks_per_node` what a "
             "node is."
         )
         return None
@@ -246,7 +246,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
             rank_zero_warn(
                 f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
                 "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
-                f"only the direction is left. Use strategy/between_nodes=mean with {name}, or SGD or Adam with Adasum."
+                f"only the direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
             )
 
 

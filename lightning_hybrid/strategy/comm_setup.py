@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_choice, require_whole
+from lightning_hybrid.checks import plain_value, require_choice, require_whole
 from lightning_hybrid.comm import CommEngine, CommPlan, CommTrace, HookState, Topology, average_bucket
 from lightning_hybrid.comm.adasum.combine import refuse_odd_nodes
 from lightning_hybrid.comm.adasum.hook import adasum_bucket
@@ -94,23 +94,27 @@ class CommSetup:
     ) -> dict[str, Any]:
         """Check and keep the options, of which the strategy's `own` are known by name; return those for DDP."""
         refuse_unknown_options(ddp_kwargs, own=own)
-        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), 'Mean(dtype="int8")')
-        require_value("comm", comm, (Comm,), 'Comm(algorithm="flat")')
-        require_value("report", report, (Report,), 'Report(trace_dir="traces")')
+        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
+        require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
+        require_value("report", report, (Report,), "Report(trace_dir='traces')")
         if elastic is not None:
             require_value("elastic", elastic, (Elastic,), 'Elastic(max_hosts=4, meet="10.0.0.1:29400")')
         self.elastic = elastic
         for_ddp = dict(ddp_kwargs)
-        if (cap_mb := for_ddp.pop("bucket_cap_mb", None)) is not None:
+        cap_mb = plain_value(for_ddp.pop("bucket_cap_mb", None))
+        if cap_mb is not None:
             if comm.bucket_bytes is not None:
                 raise ValueError(
                     f"`bucket_cap_mb` (={cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
                     "Keep `comm.bucket_bytes`."
                 )
             comm = replace(comm, bucket_bytes=int(cap_mb * 2**20))
+        ranks_per_node = plain_value(ranks_per_node)
         if ranks_per_node is not None:
-            require_whole("ranks_per_node", ranks_per_node, "leave `strategy.ranks_per_node` out to find out")
-        why = "which ranks share masters and optimizer state. Set strategy.shard_update=node, or leave it out"
+            require_whole(
+                "ranks_per_node", ranks_per_node, "it counts ranks. Leave `ranks_per_node` out to have nodes found"
+            )
+        why = "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
         require_choice("shard_update", shard_update, ("off", "node", "world", False), why)  # YAML: `off` is a boolean
         self.extension_factories = tuple(extensions) if isinstance(extensions, Iterable) else ()
         if not isinstance(extensions, Iterable | None) or not all(map(callable, self.extension_factories)):

@@ -25,22 +25,22 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
 PRECISIONS = ("16-true", "bf16-true", "32-true")
 """Those of which parts of a model are proved to train what the whole trains."""
 
-_MEAN = "take `Mean` between nodes (`strategy/between_nodes=mean`)"
+_MEAN = "write between_nodes=Mean()"
 
 CURES = {
     # options
     "adasum": _MEAN,
     "local steps": _MEAN,
-    "codec": "leave `strategy.between_nodes.dtype` out, or set it to float16",
-    "error feedback": "leave `strategy.between_nodes.error_feedback` out",
-    "shard update": "leave `strategy.shard_update` out",
-    "world update": "set `strategy.shard_update` to node",
-    "node slices": "leave `node_slices` (in recipes `model.slice_fc`) out",
-    "algorithm": "leave `strategy.comm.algorithm` out",
-    "planner": "leave `strategy.comm.plan` out",
-    "extensions": "leave `strategy.extensions` out",
-    "elastic": "leave `strategy.elastic` out",
-    "unused parameters": "leave `strategy.find_unused_parameters` out",
+    "codec": "leave `between_nodes.dtype` out, or set it to float16",
+    "error feedback": "leave `between_nodes.error_feedback` out",
+    "shard update": "leave `shard_update` out",
+    "world update": "write shard_update='node'",
+    "node slices": "leave `node_slices` out",
+    "algorithm": "leave `comm.algorithm` out",
+    "planner": "leave `comm.plan` out",
+    "extensions": "leave `extensions` out",
+    "elastic": "leave `elastic` out",
+    "unused parameters": "leave `find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
     # the run
@@ -48,14 +48,14 @@ CURES = {
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
     "double precision": "take 32-true",
     "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
-    "accumulation": "set strategy.num_microbatches to that many times what it is, and the batch of the loader too",
+    "accumulation": "set `num_microbatches` to that many times what it is, and the batch of the loader too",
     "manual optimization": "return the loss from `training_step`",
     "manual steps": "take 32-true or bf16-true",
-    "SyncBatchNorm": "leave trainer.sync_batchnorm out",
+    "SyncBatchNorm": "leave `sync_batchnorm` out",
     "ModelPruning": "prune before or after training",
     "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
-    "GradientAccumulationScheduler": "set strategy.num_microbatches",
+    "GradientAccumulationScheduler": "set `num_microbatches`",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
@@ -151,8 +151,7 @@ def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseExce
     >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
     ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
-to sum, and this is no sum. Leave `strategy.comm.plan` out, or take `Mean` between nodes \
-(`strategy/between_nodes=mean`).
+to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
     """
     for one, other, why in EXCLUDED:
         if one in found and other in found:

@@ -94,7 +94,7 @@ def elastic_for(strategy: Any) -> ElasticFit | None:
         if device.type != "cuda" or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
             raise ValueError(
                 f"`elastic` (={comm.elastic!r}) is for CPUs, and from torch 2.15 on for GPUs of NVIDIA's: this rank "
-                f"trains on {device} with torch {torch.__version__}. Leave `strategy.elastic` out."
+                f"trains on {device} with torch {torch.__version__}. Leave `elastic` out."
             )
         rank_zero_warn(f"`elastic` (={comm.elastic!r}) has not been run on a GPU yet.")
     return ElasticFit(comm.elastic, strategy, comm=comm, failures=strategy._failures, timeout=strategy._timeout)

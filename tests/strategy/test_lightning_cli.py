@@ -12,11 +12,21 @@ from tests import toy
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs the package jsonargparse[signatures]")
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 README = Path(__file__).resolve().parents[2] / "lightning_hybrid" / "strategy" / "README.md"
 STEPS = LocalSteps(every=8, outer_lr=0.7)
 QUIET = ("accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "enable_progress_bar=false")
+
+
+class ToyWithoutOptimizer(toy.Toy):
+    """Module whose optimizer the command line builds."""
+
+    configure_optimizers = LightningModule.configure_optimizers
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +89,30 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
         text = made.trainer.strategy._comm.asked
         assert text == HybridAllReduceStrategy(between_nodes)._comm.asked
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
+
+
+@pytest.mark.parametrize("value", ["1024", "1024.0", "dynamic"])
+def test_a_loss_scale_on_the_command_line_is_a_number_or_dynamic(value):
+    short = "--trainer.strategy=lightning_hybrid.HybridAllReduceStrategy"
+    trainer = fitted(short, f"--trainer.strategy.loss_scale={value}", "--trainer.precision=16-true")
+    expected = {"dynamic": "DynamicLossScale"}.get(value, "StaticLossScale")
+    assert type(trainer.precision_plugin.loss_scale).__name__ == expected
+    assert value == "dynamic" or trainer.precision_plugin.loss_scale.value == 1024.0
+
+
+def test_an_optimizer_on_the_command_line_takes_pairs_of_numbers():
+    lamb = ("--optimizer=lightning_hybrid.optim.LAMB", "--optimizer.lr=1e-2", "--optimizer.betas=[0.9, 0.99]")
+    quiet = [f"--trainer.{one}" for one in (*QUIET, "enable_model_summary=false", "enable_checkpointing=false")]
+    cli = LightningCLI(
+        ToyWithoutOptimizer,
+        args=[*lamb, "--optimizer.weight_norm_bounds=[0.0, 10.0]", CLASS, *quiet],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    cli.trainer.fit(cli.model, toy.loader())
+    group = cli.trainer.optimizers[0].param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_norm_bounds"]) == (0.01, (0.9, 0.99), (0.0, 10.0))
 
 
 def test_the_name_is_enough():

@@ -8,17 +8,21 @@ from lightning_hybrid.flavours import fabric
 
 REFUSED = [
     (Mean, {"dtype": "int2"}, r"`between_nodes.dtype` \(='int2'\) must be None or one of .*bf16, int8, int4\.$"),
-    (Mean, {"error_feedback": True}, r"`between_nodes.error_feedback` \(=True\) needs a codec .* int8 or int4"),
+    (
+        Mean,
+        {"error_feedback": True},
+        r"`between_nodes.error_feedback` \(=True\) needs a codec .* Write dtype='int8' or 'int4'",
+    ),
     (Mean, {"dtype": "int8", "error_feedback": "nearest"}, r"`between_nodes.error_feedback` \(='nearest'\) must be"),
     (LocalSteps, {"every": 1}, r"`between_nodes.every` \(=1\) must be a whole number of steps, 2 or more"),
     (LocalSteps, {"every": 4, "from_step": -1}, r"`between_nodes.from_step` \(=-1\) must be .* 0 or more"),
     (LocalSteps, {"every": 4, "outer_lr": 0}, r"`between_nodes.outer_lr` \(=0\) must be a number in \(0, inf\)"),
     (LocalSteps, {"every": 4, "outer_momentum": 1}, r"`between_nodes.outer_momentum` \(=1\) must be .* in \[0, 1\)"),
     (LocalSteps, {"every": 4, "dtype": "fp16"}, r"`between_nodes.dtype` \(='fp16'\) cannot carry what weights have"),
-    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).*strategy.comm.algorithm=auto"),
+    (Comm, {"algorithm": "ring"}, r"`algorithm` \(='ring'\).* Write algorithm='auto'"),
     (Comm, {"plan": "no/such/plan.json"}, r"`comm.plan` \(='no/such/plan.json'\) must be the path of a plan"),
     (Comm, {"plan": __file__}, r"`comm.plan` \(=.*test_options.py'\) must be the path of a plan"),
-    (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* strategy.between_nodes.dtype=int8"),
+    (Comm, {"dtype": "int8"}, r"`comm.dtype` \(='int8'\) must be None or one of .* between_nodes=Mean\(dtype='int8'\)"),
     (
         Report,
         {"link_bytes_per_s": 0},
@@ -32,6 +36,33 @@ REFUSED = [
 def test_a_value_that_cannot_work_is_refused_where_it_is_made(kind, fields, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         kind(**fields)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"comm": "flat"}, r"`comm` \(='flat'\) must be a Comm object\. Did you mean comm=Comm\(algorithm='flat'\)\?"),
+        ({"comm": "fp16"}, r".* Did you mean comm=Comm\(dtype='fp16'\)\?"),
+        ({"comm": 2**20}, r".* Did you mean comm=Comm\(bucket_bytes=1048576\)\?"),
+        ({"comm": {"algorithm": "flat", "dtype": "fp16"}}, r".* mean comm=Comm\(algorithm='flat', dtype='fp16'\)\?"),
+        ({"comm": Comm}, r"`comm` \(=Comm\) must be a Comm object\. Did you mean comm=Comm\(\)\?"),
+        (
+            {"comm": "ring"},
+            r"`comm` \(='ring'\) must be a Comm object\. Write for example comm=Comm\(algorithm='flat'\)\.",
+        ),
+        (
+            {"between_nodes": "adasum"},
+            r".* must be a Mean, Adasum or LocalSteps object\. .* between_nodes=Adasum\(\)\?",
+        ),
+        ({"between_nodes": "local_steps"}, r".* Did you mean between_nodes=LocalSteps\(every=8\)\?"),
+        ({"between_nodes": "int8"}, r".* Did you mean between_nodes=Mean\(dtype='int8'\)\?"),
+        ({"between_nodes": 16}, r".* Did you mean between_nodes=LocalSteps\(every=16\)\?"),
+        ({"report": "traces"}, r".* must be a Report object\. Did you mean report=Report\(trace_dir='traces'\)\?"),
+    ],
+)
+def test_a_plain_value_in_place_of_an_object_is_answered_with_the_object_to_write(argument, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        HybridAllReduceStrategy(**argument)
 
 
 def test_yaml_reads_off_as_a_boolean():

@@ -162,7 +162,7 @@ class ElasticFit:
         if (output := step(batch, *args)) is None:  # without a backward the others would wait for this rank
             raise RuntimeError(
                 "`training_step` (returned None) must return a loss with `elastic`: every rank adds its part to a sum. "
-                "Return a loss of zero that depends on the parameters, or leave `strategy.elastic` out."
+                "Return a loss of zero that depends on the parameters, or leave `elastic` out."
             )
         return output
 

@@ -33,7 +33,7 @@ class Elastic(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each."""
-        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Set strategy.elastic.max_hosts=2")
+        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2")
         why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
         require_whole("elastic.min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
@@ -42,7 +42,7 @@ class Elastic(OptionValue):
         if not self.meeting_points or any(not _is_address(one) for one in self.meeting_points):
             raise ValueError(
                 f"`elastic.meet` (={self.meet!r}) must be addresses with ports, the same on all hosts: each host tries "
-                'to listen at the first that is its own. Set strategy.elastic.meet="10.0.0.1:29400,10.0.0.2:29400".'
+                'to listen at the first that is its own. Write meet="10.0.0.1:29400,10.0.0.2:29400".'
             )
 
     @property

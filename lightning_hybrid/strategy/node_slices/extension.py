@@ -33,9 +33,8 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
     refuse_excluded({**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
-            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out (in recipes "
-            "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
-            "share one)."
+            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out, or run "
+            "several ranks on each node (`ranks_per_node` says which ranks share one)."
         )
         return None
     refuse_layers(module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks))

@@ -81,7 +81,7 @@ def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four
     comm = Comm(plan=CommPlan(algorithm=algorithm))
     for seen in fit(four_ranks, raises=True, comm=comm, **scene("int8") | {"ranks_per_node": 2}):
         assert seen.error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert "and such a `strategy.comm.plan` out, or set it to hierarchical." in seen.error
+        assert "and such a `comm.plan` out, or write comm=Comm(algorithm='hierarchical')." in seen.error
         assert not seen.losses
 
 
