@@ -23,7 +23,9 @@ CHOICE_OF_GROUP = r"\bcallbacks=[a-z_]+\b"
 def keys_of_files() -> set[str]:
     """Dotted keys of two words, `group.argument`, in the files of conf."""
     keys = set()
-    for path in tracked_files("conf/*/*.yaml"):
+    for path in tracked_files("conf/*.yaml"):
+        if path.parent.parent != ROOT / "conf":
+            continue
         content = yaml.safe_load(path.read_text()) or {}
         keys |= {f"{path.parent.name}.{name}" for name in content if isinstance(name, str) and name != "defaults"}
     return keys

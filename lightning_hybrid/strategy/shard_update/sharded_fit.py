@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.shard_update.direct_steps import DirectSteps
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
-from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
 from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
@@ -391,3 +390,44 @@ def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int,
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"]]
+
+
+def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
+    """Return a parameter's state with this rank's part in place of each tensor that is as large as the parameter."""
+    return {
+        name: shard.part_of(value).clone()
+        if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape
+        else value
+        for name, value in entry.items()
+    }
+
+
+def collected_state_dict(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    shard_of: Callable[[Tensor], ParameterShard | None],
+    exchange: ShardExchange,
+) -> dict[str, Any]:
+    """Return a state dict of parts with whole tensors, on rank zero; elsewhere as it is. Collective."""
+    found: list[tuple[ParameterShard, Tensor]] = []
+
+    def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        shard = shard_of(parameter)
+        found.extend((shard, value) for value in entry.values() if shard and _is_part(value, shard))
+        return entry
+
+    with_entries(state, optimizer, note)
+    wholes = exchange.collect([shard for shard, _ in found], [value for _, value in found])
+    if wholes is None:
+        return dict(state)
+    waiting = iter(wholes)
+
+    def whole(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        shard = shard_of(parameter)
+        return {name: next(waiting) if shard and _is_part(value, shard) else value for name, value in entry.items()}
+
+    return with_entries(state, optimizer, whole)
+
+
+def _is_part(value: Any, shard: ParameterShard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.values.shape

@@ -16,9 +16,8 @@ from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning import memory_report
 from recipes.planning.layers import work_of
-from recipes.planning.scaling_curve import scaling_point
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
-from recipes.planning.simulate_report import SimulationReport
+from recipes.planning.simulate_report import SimulationReport, scaling_point
 from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network

@@ -14,7 +14,7 @@ from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.optim import LARS
-from lightning_hybrid.strategy.local_steps import node_average
+from lightning_hybrid.strategy.local_steps import independent_nodes
 from tests import toy
 from tests.scenes import Saves, Spoiled, at, fit, same
 
@@ -88,8 +88,8 @@ def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
         dtype_across_nodes=across,
     )
     tensors = tensors_of_node(topology.nodes.index(topology.node))
-    with patch.object(node_average, "CHUNK_NUMEL", chunk_numel):
-        node_average.NodeAverage(engine).average_(tensors, is_narrow=is_narrow)
+    with patch.object(independent_nodes, "CHUNK_NUMEL", chunk_numel):
+        independent_nodes.NodeAverage(engine).average_(tensors, is_narrow=is_narrow)
     engine.close()
     return tensors
 
