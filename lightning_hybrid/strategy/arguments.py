@@ -272,6 +272,44 @@ def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) ->
         )
 
 
+def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
+    """Check after a backward without a bucket that the loss depends on a parameter.
+
+    Raises:
+        RuntimeError: names the rank, for whose gradients the others would wait.
+    """
+    if not depends_on_parameter(loss):
+        raise RuntimeError(
+            f"The loss on rank {rank} of {world_size} depends on no trained parameter of this rank, and the other "
+            "ranks wait for its gradients. For a batch without a loss return `self.net(x).sum() * 0`, or None on all "
+            "ranks."
+        )
+
+
+def depends_on_parameter(loss: Tensor) -> bool:
+    """Return whether the graph of a loss reaches a parameter; custom functions may reach one by themselves.
+
+    >>> net = nn.Linear(2, 1)
+    >>> [depends_on_parameter(loss) for loss in (net(torch.ones(2)).sum(), torch.zeros(2, requires_grad=True).sum())]
+    [True, False]
+    """
+    if loss.grad_fn is None:
+        return isinstance(loss, nn.Parameter)
+    pending: list[Any] = [loss.grad_fn]
+    visited = set(pending)
+    while pending:
+        node = pending.pop()
+        # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
+        is_opaque = isinstance(node, torch.autograd.function.BackwardCFunction) and "_DDPSink" not in node.name()
+        if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                pending.append(next_node)
+    return False
+
+
 def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:
     """Check, before a step, that DDP averages all that it trains; `averaged`: by `id`.
 

@@ -24,6 +24,7 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
     refuse_loss_without_gradient,
+    refuse_loss_without_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
@@ -35,7 +36,12 @@ from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import elastic_for, loggers_for, made_for
-from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
+from lightning_hybrid.strategy.failures import (
+    FailureReports,
+    SigtermOnAnyRank,
+    refuse_after_failure,
+    use_own_names,
+)
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
@@ -324,9 +330,16 @@ class HybridAllReduce(_Base):
                 self._has_rebuilt_buckets = self.model.reducer._rebuild_buckets()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP, after checking that the loss has one: other ranks wait for its gradients."""
+        """Run backward as DDP, and check that the loss has gradients: other ranks wait for them."""
         refuse_loss_without_gradient(closure_loss, rank=self.global_rank, world_size=self.world_size)
-        return super().backward(closure_loss, *args, **kwargs)
+        state = self._comm.hook_state
+        num_buckets_before = 0
+        if state is not None:
+            num_buckets_before = state.num_buckets
+        scaled_loss = super().backward(closure_loss, *args, **kwargs)
+        if state is not None and state.num_buckets == num_buckets_before:
+            self._refuse_backward_without_buckets(closure_loss)
+        return scaled_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """End a backward, unless the precision plugin has done so before it unscaled the gradients."""
@@ -338,6 +351,12 @@ class HybridAllReduce(_Base):
         super().post_backward(closure_loss)
         if self._comm.elastic_fit is not None:
             self._comm.elastic_fit.after_backward()
+
+    def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
+        """Check that no other rank waits for the gradients of a backward that has handed over no bucket."""
+        is_averaged = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if is_averaged and self.world_size > 1 and self._comm.elastic_fit is None:
+            refuse_loss_without_parameters(closure_loss, rank=self.global_rank, world_size=self.world_size)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
@@ -427,9 +446,12 @@ class HybridAllReduce(_Base):
             self._half.close_window()
         if self._extensions is not None:
             self._extensions.failed(exception)
-        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        # First of all DDP's advice takes the place of torch's message: the report below the traceback repeats it.
         super().on_exception(exception)
-        self._failures.close_report(exception, strategy=type(self).__name__, module=self.lightning_module)
+        use_own_names(exception, strategy=type(self).__name__)
+        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        if self.lightning_module is not None:
+            self._failures.ended_by = exception
 
     def teardown(self) -> None:
         """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""

@@ -241,6 +241,15 @@ def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, wor
         assert all(word in seen.error for word in words), seen.error
 
 
+def test_the_box_below_the_traceback_has_the_advice_on_unused_parameters_whole(two_ranks):
+    for seen in fit(two_ranks, HasUnused, raises=True):
+        box = seen.error.partition("-" * 80)[2]
+        assert "parameters that were not used in producing the loss" in box
+        assert "strategy='hybrid_allreduce_find_unused_parameters_true'" in box
+        assert "`strategy=HybridAllReduceStrategy(find_unused_parameters=True)`." in box
+        assert "Expected to have finished reduction" not in seen.error
+
+
 class Wide(Toy):
     def __init__(self):
         super().__init__()
