@@ -1,4 +1,4 @@
-"""Names, checks and contents of Fashion-MNIST's four files; no import of torch, so that a missing file shows at once."""
+"""Names, checks and contents of the four files of Fashion-MNIST, without an import of torch."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ BASES: dict[str, list[str]] = {
     ],
     "recipes.planning.gradient_timing": [],
     "recipes.search": [],
+    "recipes.study": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
     "recipes.report": ["runs=[TMP/run]"],
@@ -48,6 +49,7 @@ WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
     ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
+    ("recipes.comparison.fits", "FitPool", "__enter__"),
     ("recipes.planning.gradient_timing", None, "time_gradients"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
