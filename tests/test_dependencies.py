@@ -24,7 +24,7 @@ NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 DISTRIBUTIONS = packages_distributions()
 
 
-LOCKED = ("recipes", "report", "jpeg", "search", "tensorboard", "text", "test", "dev", "docs")
+LOCKED = ("recipes", "report", "jpeg", "search", "study", "tensorboard", "text", "test", "dev", "docs")
 
 
 def canonical(name: str) -> str:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from recipes.datasets import fashion_mnist_files
+
 PROBE_BYTES = 65536
 """Bytes written and removed again (our choice): a full disk takes an empty file."""
 
@@ -289,7 +291,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     """Refuse values of `train` that can be judged without torch, whose import takes seconds.
 
     Raises:
-        ValueError: `precision` is the name of a dtype, or there is no folder `data.root`.
+        ValueError: `precision` is the name of a dtype, there is no folder `data.root`, or it lacks Fashion-MNIST.
 
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
@@ -304,7 +306,11 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
             f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
         )
     root = data.get("root") if isinstance(data, Mapping) else None
-    if isinstance(root, str) and not root.startswith(("$", "?")) and not Path(root).is_dir():
+    if not isinstance(root, str) or root.startswith(("$", "?")):
+        return
+    if isinstance(data, Mapping) and data.get("_target_") == fashion_mnist_files.DATA_MODULE:
+        fashion_mnist_files.check_files(root, name="data.root")
+    elif not Path(root).is_dir():
         raise ValueError(
             f"`data.root` (={root}) must be a folder with the images, and is none. Set data.root=<folder>."
         )

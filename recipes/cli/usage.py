@@ -8,10 +8,12 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1]
 
-EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",)}
+EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",), "study": ("optuna", "scipy")}
 """Extras of the distribution that commands need, and what each brings that is asked for."""
 
-WITHOUT_PICTURES = ("train", "pack")  # need no `report`; of `train` one callback does, and says so
+EXTRAS_OF = {"train": ("recipes",), "pack": ("recipes",), "study": ("recipes", "study")}
+"""Extras of commands that draw no pictures; all others need `recipes` and `report`. A callback of `train` draws some,
+and says so."""
 
 
 class UsageError(SystemExit):
@@ -28,7 +30,7 @@ def refuse_missing_extras(name: str) -> None:
     Raises:
         UsageError: One is; it says the line that installs them.
     """
-    needed = ["recipes"] if name in WITHOUT_PICTURES else list(EXTRAS)
+    needed = EXTRAS_OF.get(name, ("recipes", "report"))
     if missing := [each for extra in needed for each in EXTRAS[extra] if find_spec(each) is None]:
         message = (
             f"error: `{name}` needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "

@@ -36,6 +36,7 @@ BASES: dict[str, list[str]] = {
         "search.bucket_bytes=[4194304]",
     ],
     "recipes.search": [],
+    "recipes.study": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
     "recipes.report": ["runs=[TMP/run]"],
@@ -47,6 +48,7 @@ WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
     ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
+    ("recipes.comparison.fits", "FitPool", "__enter__"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 
