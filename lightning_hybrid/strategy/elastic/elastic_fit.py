@@ -7,27 +7,29 @@ view ends           every wait in its groups ends; hosts meet again, and who is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm import HookState, Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.comm.health.consensus import software
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
-from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
+from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views, hash_of
 
-_WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
+_WRAPPED = ("barrier", "optimizer_step", "training_step", "all_gather")
 
 
 class _StepTaken(Exception):  # noqa: N818  no error
@@ -68,6 +70,7 @@ class ElasticFit:
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
+        self._optimizers = ""  # in words
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -100,13 +103,24 @@ class ElasticFit:
             self._views.note(error)
             return buffer
 
-    def deal(self, loader: Any, seed: int, prepare: Callable[[Any], Any]) -> ShardLoader:
-        """Return what gives this rank the shards that it has in each view."""
-        if self._loader is not None:
-            raise ValueError("`elastic` deals the batches of one training loader, and there are several. Give one.")
-        self._loader = ShardLoader(loader, self._num_shards, seed, prepare)
-        self._loader.use(self._shards)  # hosts have met before Lightning asks for loaders
+    def deal(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> ShardLoader:
+        """Return what gives this rank the shards that it has in each view.
+
+        Lightning asks again where it makes loaders again, as after `trainer.estimated_stepping_batches`.
+        """
+        self._loader = ShardLoader(loader, reader, prepare)
+        if self._shards:
+            self._loader.use(self._shards)
         return self._loader
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note optimizers as the user made them, before a checkpoint changes their rates: hosts compare them."""
+        self._optimizers = description_of_optimizers(optimizers)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is being attempted."""
+        return self._logs is not None
 
     @property
     def num_hosts(self) -> int:
@@ -137,8 +151,46 @@ class ElasticFit:
             self._before, self._after_first, self._of_first_rank = (BufferCopy(self._module) for _ in range(3))
             self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
             engine, timeout = self._comm.engine, self._timeout
-            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, logs=logs)
+            trainer = self._module.trainer
+            trainer.fit_loop.setup_data()  # now, as hosts compare what they read before they train together
+            self._refuse_several_loaders()
+            self._views = Views(
+                self._option,
+                self._strategy,
+                engine=engine,
+                timeout=timeout,
+                logs=logs,
+                token=self._token(parameters),
+            )
             self._views.enter(self._use)
+            self._strategy._loaders.seed = self._views.seed
+
+    def _refuse_several_loaders(self) -> None:
+        combined = self._module.trainer.fit_loop._combined_loader
+        num_loaders = 0 if combined is None else len(combined.flattened)
+        if num_loaders > 1:
+            raise ValueError(
+                f"`train_dataloaders` (={num_loaders} loaders) must be one loader with `elastic`, which deals its "
+                "batches to the hosts that there are. Give one, such as a loader over a `ConcatDataset`."
+            )
+
+    def _token(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Return what must be equal on all hosts: one with another token is refused before it can end others' sums."""
+        trainer = self._module.trainer
+        shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+        data = "none" if self._loader is None else self._loader.description()
+        parts = {
+            "devices": len(self._comm.topology.node),
+            "max_hosts": self._option.max_hosts,
+            "software": software(),
+            "plan": self._comm.plan.to_json(),
+            "trained parameters": f"{len(shapes)} of hash {hash_of(shapes)}",
+            "data": data,
+            "optimizer": self._optimizers,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+        }
+        return "; ".join(f"{name}={value}" for name, value in parts.items())
 
     def _optimizer_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -166,9 +218,6 @@ class ElasticFit:
             )
         return output
 
-    def _reduce(self, reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor if self._logs is not None else reduce(tensor, *args, **kwargs)  # added up at the step's end
-
     def _all_gather(self, all_gather: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self._logs is not None:
             raise RuntimeError(
@@ -185,6 +234,7 @@ class ElasticFit:
         if (feedback := self._comm.hook_state.feedback) is not None:
             feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
+        self._strategy._loaders.rank = self._shards[0]  # whose order a checkpoint has the checksum of
         if self._loader is not None:
             self._loader.use(self._shards)
 
@@ -302,6 +352,18 @@ class ElasticFit:
 def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
     # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
     return lambda *args, **kwargs: by(method, *args, **kwargs)
+
+
+def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
+    """Return classes, learning rates and a hash of the other options of optimizers, in words."""
+    texts = []
+    for optimizer in optimizers:
+        options = []
+        for group in optimizer.param_groups:
+            options.append({name: str(value) for name, value in group.items() if name != "params"})
+        rates = sorted({f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group})
+        texts.append(f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})")
+    return ", ".join(texts)
 
 
 def _done(value: Tensor) -> Future[Tensor]:

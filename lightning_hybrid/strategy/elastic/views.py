@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
-from lightning_hybrid.comm.health.consensus import OrderError, software
+from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
@@ -44,6 +44,7 @@ class Views:
         engine: sums over the present view.
         timeout: of every wait for others.
         logs: of the epoch, which a host that is behind takes, too.
+        token: what must be equal on all hosts.
 
     Attributes:
         ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
@@ -51,7 +52,14 @@ class Views:
     """
 
     def __init__(
-        self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta, logs: EpochLogs
+        self,
+        option: Elastic,
+        strategy: Any,
+        *,
+        engine: ViewEngine,
+        timeout: timedelta,
+        logs: EpochLogs,
+        token: str,
     ) -> None:
         self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
         self.topology, self.seed = engine.topology, torch.initial_seed()
@@ -61,7 +69,6 @@ class Views:
         self._left = -1  # number of the latest view that this rank has left
         self._has_state = True  # of the step `committed`
         self._lock = threading.Lock()
-        parameters = [(tuple(one.shape), str(one.dtype)) for one in strategy.model.parameters()]
         ranks = len(self.topology.node)
         self._membership = Membership(
             host=_host_id(),
@@ -70,8 +77,7 @@ class Views:
             meet=option.meeting_points,
             min_hosts=option.min_hosts,
             max_hosts=option.max_hosts,
-            # A host with another one is refused before it can end the others' sums.
-            token=f"{ranks} x {option.max_hosts}; {software()}; {engine.plan.to_json()}; {hash_of(parameters)}",
+            token=token,
             silent_s=option.silent_s,
             on_change=self._on_change,
             make_store=self._open_store,
@@ -224,6 +230,7 @@ class Views:
         if me.host == source.host and me.id not in behind:
             # By all ranks of the host: with `shard_update` each has a part.
             checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+            self._strategy._loaders.save(checkpoint, is_alone=True)
             if me.id == source.id:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
@@ -247,6 +254,7 @@ class Views:
         connector._loaded_checkpoint = checkpoint
         try:
             if with_place:
+                strategy._loaders.load(checkpoint)
                 connector.restore_datamodule()
                 connector.restore_model()
                 connector.restore_callbacks()

@@ -107,11 +107,12 @@ class TrainingLoaders:
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         moves_batches = user_moves_batches(module)
         if elastic is not None and is_of_fit:
+            uncount_cut_epoch(trainer)
 
             def prepare(shard: Any) -> Any:
                 return shard if moves_batches else prefetch(shard, device, compute_dtype)
 
-            return elastic.deal(loader, self.seed, prepare)
+            return elastic.deal(loader, self, prepare)
 
         is_training = IteratorsOfTraining(trainer) if is_of_fit else None
         if self._is_on and is_of_fit and can_be_exact(loader):
