@@ -135,7 +135,13 @@ class CommSetup:
         is_tunable = is_own and isinstance(between_nodes, Mean) and self._kind is None
         self.tune = "off" if comm.tuning == "auto" and not is_tunable else comm.tuning
         self.asked = in_options(
-            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions, elastic=elastic
+            between_nodes,
+            comm,
+            shard_update=self.shard_update,
+            for_ddp=for_ddp,
+            extensions=extensions,
+            elastic=elastic,
+            ranks_per_node=ranks_per_node,
         )
         if self._kind is not None:
             self.asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"

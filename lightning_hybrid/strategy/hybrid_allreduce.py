@@ -168,6 +168,11 @@ class HybridAllReduce(_Base):
         )
 
     @property
+    def has_exact_resume(self) -> bool:
+        """Whether a user's `DataLoader` resumes in the middle of an epoch with the images that were left."""
+        return self._loaders.is_on
+
+    @property
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
         return None if self._comm.engine is None else self._comm.engine.trace

@@ -23,7 +23,7 @@ from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.health.consensus import software
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
-from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
@@ -37,6 +37,11 @@ class _StepTaken(Exception):  # noqa: N818  no error
     def __init__(self, outputs: Any) -> None:
         super().__init__()
         self.outputs = outputs
+
+
+class _HostsStop(Exception):  # noqa: N818  no error
+    # Another host ends its fit before this step, and with it all.
+    pass
 
 
 class ElasticFit:
@@ -71,6 +76,7 @@ class ElasticFit:
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
         self._optimizers = ""  # in words
+        self._stop_callback: Any = None  # of the trainer, while a fit runs
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -133,7 +139,11 @@ class ElasticFit:
 
     def end(self) -> None:
         """Leave the run, and give the strategy its methods back."""
-        views, self._views = self._views, None
+        views = self._views
+        self._views = None
+        if self._stop_callback is not None:
+            self._module.trainer.callbacks.remove(self._stop_callback)
+            self._stop_callback = None
         if views is not None:
             views.leave(self._failures.ended_by)
         for name in _WRAPPED:
@@ -162,8 +172,25 @@ class ElasticFit:
                 logs=logs,
                 token=self._token(parameters),
             )
+            self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
+            trainer.callbacks.insert(0, self._stop_callback)  # before those that exchange weights at the end
             self._views.enter(self._use)
+            trainer.should_stop = trainer.should_stop or self._views.stops
             self._strategy._loaders.seed = self._views.seed
+
+    def _stop_with_others(self, *_: Any) -> None:
+        """Have all hosts stop after the same step, where this one stops early. Collective among its ranks.
+
+        Hosts decide on early stopping by what they have logged, or by their own clocks, and may differ. The one that
+        stops first ends the view, and the others learn of it as they enter the next: no step needs a vote.
+        """
+        views = self._views
+        if views is not None and self._module.trainer.should_stop and not views.stops:
+            views.stop(self._use)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks of the present view, None where it ends meanwhile; see `Views.gather`."""
+        return [value] if self._views is None else self._views.gather(value)
 
     def _refuse_several_loaders(self) -> None:
         combined = self._module.trainer.fit_loop._combined_loader
@@ -197,11 +224,18 @@ class ElasticFit:
     ) -> Any:
         if (views := self._views) is None:
             return step(optimizer, closure, *args, **kwargs)
+        is_taken = False
         try:
             outputs = step(optimizer, partial(self._whole_sum, views, closure), *args, **kwargs)
         except _StepTaken as taken:
             outputs = taken.outputs
-        views.committed += 1
+            is_taken = True
+        except _HostsStop:
+            self._module.trainer.should_stop = True
+            raise StopIteration from None  # with which Lightning's loop ends an epoch before a batch
+        if views.stops:  # with the step that this rank has taken
+            self._module.trainer.should_stop = True
+        views.commit(is_taken=is_taken)
         self._epoch_logs.commit()
         self._comm.held_loggers.after_step()
         return outputs
@@ -253,6 +287,8 @@ class ElasticFit:
                 logs.restore()
                 if views.change(self._use):
                     raise _StepTaken(outputs)
+                if views.stops:
+                    raise _HostsStop
         finally:
             self._logs = None
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
@@ -321,6 +357,7 @@ class ElasticFit:
         groups: Any = views.groups
         if groups.world is not None:  # as under `ddp`, those of rank zero
             self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
+        self._epoch_logs.warn_of(logs.not_added_up())
         logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
@@ -352,6 +389,16 @@ class ElasticFit:
 def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
     # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
     return lambda *args, **kwargs: by(method, *args, **kwargs)
+
+
+def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
+    """Return a callback of the trainer's Lightning that runs this function at the end of training."""
+    trainer_types = lightning_types("pytorch.Trainer")
+    callback_types = lightning_types("pytorch.callbacks.LambdaCallback")
+    for trainer_type, callback_type in zip(trainer_types, callback_types, strict=True):
+        if isinstance(trainer, trainer_type):
+            return callback_type(on_train_end=on_train_end)
+    raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Trainer of Lightning's.")
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
