@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -149,7 +150,9 @@ class CommSetup:
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         if elastic is not None:
-            for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
+            for_ddp.pop("broadcast_buffers", None)
+            has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+            for_ddp["forward_sync_buffers" if has_new_name else "broadcast_buffers"] = False  # by `ElasticFit`
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:

@@ -119,6 +119,16 @@ class ElasticFit:
             self._loader.use(self._shards)
         return self._loader
 
+    @property
+    def deals_loaders(self) -> bool:
+        """Whether a loader that is processed now is the one that training reads: later ones are of callbacks."""
+        return self._views is None
+
+    def status(self) -> dict[str, Any]:
+        """Return fields of the strategy's `RunStatus`: numbers of the run, where the trainer has those of a launch."""
+        num_ranks = len(self._comm.topology.node) if self._views is None else self._views.topology.world_size
+        return {"num_shards": self._num_shards, "num_ranks": num_ranks, "gather_over_hosts": self.gather}
+
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Note optimizers as the user made them, before a checkpoint changes their rates: hosts compare them."""
         self._optimizers = description_of_optimizers(optimizers)

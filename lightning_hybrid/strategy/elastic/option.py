@@ -79,6 +79,8 @@ def _why_no_address(text: str) -> str:
     """Return why a text is no address with a port; empty if it is one."""
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, and must be without"
+    if any(character.isspace() for character in text):
+        return "has blanks, and several addresses are separated by commas"
     host, _, port = text.rpartition(":")
     if not host:
         return "has no port"
@@ -87,7 +89,7 @@ def _why_no_address(text: str) -> str:
     if ":" in host:
         return "is of IPv6, and hosts find each other over IPv4"
     if not _NAME.fullmatch(host):
-        return "has a name that no host can have; several addresses are separated by commas"
+        return "has a name that no host can have"
     return ""
 
 

@@ -106,7 +106,7 @@ class TrainingLoaders:
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         moves_batches = user_moves_batches(module)
-        if elastic is not None and is_of_fit:
+        if elastic is not None and is_of_fit and elastic.deals_loaders:
             uncount_cut_epoch(trainer)
 
             def prepare(shard: Any) -> Any:

@@ -49,7 +49,8 @@ class Net(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(3, 1)
-        self.images_read: list[list[int]] = []
+        self.images_read: list[list[int]] = []  # in the attempts of a step
+        self.shards_then: list[list[int]] = []  # of this rank
 
     def loss(self, batch: Any) -> Tensor:
         images, noise = batch
@@ -58,9 +59,19 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.images_read.append(batch[0].tolist())
+        self.shards_then.append(list(self.trainer.strategy._comm.elastic_fit._shards) if self.is_elastic else [0])
         loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
         return loss
+
+    @property
+    def is_elastic(self) -> bool:
+        return getattr(self.trainer.strategy._comm, "elastic_fit", None) is not None
+
+    def images_of_shards(self) -> dict[int, list[int]]:
+        """Return the images of the last attempt of a step, by shard."""
+        shards = self.shards_then[-1]
+        return dict(zip(shards, self.images_read[-len(shards) :], strict=False))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
@@ -110,19 +121,19 @@ class _Notes(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         module.images_read.clear()
+        module.shards_then.clear()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         values = [parameter.detach().numpy().tobytes() for parameter in module.parameters()]
         digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
         views = trainer.strategy._comm.elastic_fit._views
-        num_shards = len(trainer.strategy._comm.elastic_fit._shards)
         self.note(
             event="step",
             step=trainer.global_step - 1,
             digest=digest,
             hosts=views.topology.num_nodes,
             view=views.groups.number,
-            images=module.images_read[-num_shards:],
+            images=module.images_of_shards(),
             epoch=trainer.current_epoch,
         )
         time.sleep(self.scene.pause_s)
@@ -246,6 +257,10 @@ class UserHosts(recovery.Hosts):
 
         return is_made
 
+    def resume(self, scene: UserScene) -> None:
+        """Start hosts with another scene from now on."""
+        self._part["scene"] = scene
+
     def kill(self, host: str) -> None:
         """Lose a host."""
         self.signal(host, 9)
@@ -263,17 +278,20 @@ class UserHosts(recovery.Hosts):
         self.look()
 
     def images_of_steps(self) -> dict[int, list[int]]:
-        """Return the images of each step over all hosts, as the hosts read them that were in its view."""
-        images: dict[int, list[int]] = {}
-        view_of_step: dict[int, int] = {}
+        """Return the images of each step over all shards.
+
+        Raises:
+            AssertionError: Two hosts have read other images for a shard.
+        """
+        of_shards: dict[int, dict[str, list[int]]] = {}
         for row in self.events("step"):
-            view_of_step.setdefault(row["step"], row["view"])
-        for row in self.events("step"):
-            if row["view"] == view_of_step[row["step"]]:
-                read = images.setdefault(row["step"], [])
-                for batch in row["images"]:
-                    read.extend(batch)
-        return {step: sorted(read) for step, read in sorted(images.items())}
+            known = of_shards.setdefault(row["step"], {})
+            for shard, images in row["images"].items():
+                assert known.setdefault(shard, images) == images, row
+        images_of_steps = {}
+        for step, shards in sorted(of_shards.items()):
+            images_of_steps[step] = sorted(image for images in shards.values() for image in images)
+        return images_of_steps
 
     def digests(self) -> dict[int, set[str]]:
         """Return the digests of the weights after each step."""
