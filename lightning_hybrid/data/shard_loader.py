@@ -14,7 +14,6 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.data.exact_loader import exact
-from lightning_hybrid.data.exact_resume import NotExactError
 from lightning_hybrid.data.order import ResumableLoader
 from lightning_hybrid.data.place import Place, PlaceIterator
 from lightning_hybrid.data.random_streams import SeededStreams
@@ -56,8 +55,8 @@ class ShardLoader:
             raise ValueError(
                 f"`elastic` cannot deal the batches of the training loader (={_name_of(loader)}) to other ranks: "
                 "its order must follow from seed and epoch. Give a loader of `lightning_hybrid.data`, or a "
-                "`DataLoader` whose sampler is left to Lightning, or is a `DistributedSampler`, without a batch sampler "
-                "of its own."
+                "`DataLoader` without a batch sampler of its own, whose sampler is left to Lightning, or is a "
+                "`DistributedSampler`."
             )
         self._loader = loader
         self._source = source
@@ -256,8 +255,7 @@ class _SourceOfUser(_Source):
 
     def __len__(self) -> int:
         length = self._place.length
-        if length is None:
-            raise NotExactError("The training loader must have a length with `elastic`.")
+        assert length is not None  # as `DistributedSampler` has one
         return length
 
 

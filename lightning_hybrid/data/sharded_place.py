@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.data.exact_resume import ExactResume
-from lightning_hybrid.data.index_lists import checksum_of_index_lists, epoch_of
+from lightning_hybrid.data.index_lists import SamplerTraits, checksum_of_index_lists, epoch_of
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.plain_pass import copy_of_loader
 from lightning_hybrid.data.training_pass import TrainingPass
@@ -25,9 +25,9 @@ class ShardedPlace(ExactResume):
     """
 
     def __init__(self, loader: DataLoader[Any], reader: Any) -> None:
-        super().__init__(copy_of_loader(loader), loader, _OfShardZero(reader))
-        # `_OfShardZero` is for the sampler's traits alone: shard 0 stands for all.
-        self.reader = reader
+        super().__init__(copy_of_loader(loader), loader, reader)
+        # Shard 0 stands for all, whichever this rank has.
+        self.traits = SamplerTraits(loader, reader.world_size, 0)
 
     def begin(self) -> Place:
         """Return the place at which training begins to iterate now, and note it.
@@ -70,12 +70,3 @@ class ShardedPlace(ExactResume):
         current.sampler_epochs = [current.place.epoch for _ in self.traits.samplers]
         current.dataset_epoch = epoch_of(self.user_loader.dataset)
         return {**super().state_dict(), "accumulate_grad_batches": 1}
-
-
-class _OfShardZero:
-    # The reader of shard 0.
-    rank = 0
-
-    def __init__(self, reader: Any) -> None:
-        self.world_size = reader.world_size
-        self.seed = reader.seed

@@ -119,7 +119,11 @@ EXCLUDED = tuple(
         ("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
         ("inexact resume", "elastic", "a host that joins takes its place in the data from the others"),
         # with what the run has
-        ("several nodes", "elastic", "each host is a launch of its own, and one launch over several is lost as a whole"),
+        (
+            "several nodes",
+            "elastic",
+            "each host is a launch of its own, and a launch over several is lost as a whole",
+        ),
         ("reloaded loaders", "elastic", "a host that joins in mid-epoch could not load what the others have loaded"),
         ("manual optimization", "elastic", "the closure of a step is what is run again"),
         ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),

@@ -417,10 +417,21 @@ def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
         options = []
         for group in optimizer.param_groups:
-            options.append({name: str(value) for name, value in group.items() if name != "params"})
+            options.append({name: _in_words(value) for name, value in group.items() if name != "params"})
         rates = sorted({f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group})
         texts.append(f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})")
     return ", ".join(texts)
+
+
+def _in_words(value: Any) -> str:
+    """Return what an option is on every host: objects are named by their types, as their texts hold addresses."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return str([_in_words(entry) for entry in value])
+    return type(value).__name__
 
 
 def _done(value: Tensor) -> Future[Tensor]:

@@ -12,12 +12,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic import held_loggers
 from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, flat_buckets
+from lightning_hybrid.strategy.elastic.step_logs import metrics_of
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
 
@@ -348,3 +350,19 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
     shared = behind[1]["training_step.shared"]
     assert (float(shared._forward_cache), shared.has_reset) == (6.0, False)
     assert float(shared.compute()) == (3.0 if is_first else 1.5)
+
+
+def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
+    """States come by way of the CPU, and the next update adds what is on the metric's device."""
+    ahead, behind = started(), started()
+    for module, _, epoch in (ahead, behind):
+        module.accuracy = MulticlassAccuracy(3)
+        module.accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+        epoch._metrics = metrics_of(module)
+        module.log_step(1.0)
+    behind[0].accuracy.to("meta")
+    behind[1]["training_step.shared"].to("meta")
+    behind[2].take(ahead[2].collected())
+    states = [getattr(behind[0].accuracy, name) for name in behind[0].accuracy._defaults]
+    assert {state.device.type for state in states} == {"meta"}
+    assert behind[1]["training_step.shared"].value.device.type == "meta"

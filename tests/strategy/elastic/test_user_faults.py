@@ -12,6 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_hybrid import Elastic
+from lightning_hybrid.comm.membership import membership
+from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from lightning_hybrid.strategy.elastic import views
 from lightning_hybrid.strategy.options import Comm
 from tests.rank_pool import Ranks
@@ -254,6 +256,74 @@ def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None
     assert "`elastic.meet` (=no-such-host.invalid:29400)" in seen.error
 
 
+class Thaws(Net):
+    """Trains its bias from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.net.weight], 0.05)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.bias.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [self.net.bias]})
+
+
+def test_a_parameter_thawed_in_training_is_named_though_the_launch_has_one_rank() -> None:
+    seen = fit(module=Thaws, train=shuffled, raises=True, warns=True, **elastic(2) | {"max_epochs": 2})
+    assert "Parameter `net.bias`" in seen.error
+    assert "trained but not averaged" in seen.error
+
+
+class Contrasts(Net):
+    """Compares the pairs of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = GlobalBatch(InfoNCE(0.1), chunk=4)
+
+
+def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
+    seen = fit(module=Contrasts, train=shuffled, raises=True, warns=True, **elastic(2))
+    assert "(=InfoNCE) and `elastic`" in seen.error
+
+
+class ReadsAnotherLoader(pl.Callback):
+    """Reads training images in the middle of an epoch, as a recalibration of statistics does."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            loader = trainer.strategy.process_dataloader(shuffled())
+            next(iter(loader))
+
+
+def test_a_loader_that_a_callback_reads_in_training_leaves_training_as_it_is() -> None:
+    without = list(fit_alone(train=shuffled, **elastic(2)))
+    assert fit_alone(train=shuffled, callbacks=[ReadsAnotherLoader()], **elastic(2)) == without
+
+
+def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "WAIT_MESSAGE_S", 0.5)
+    texts: list[str] = []
+    monkeypatch.setattr(views.log, "warning", lambda text, *values: texts.append(text % values))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        taken = f"127.0.0.1:{silent.getsockname()[1]}"
+        nobody = address()
+        options = elastic(2) | {"elastic": Elastic(max_hosts=2, min_hosts=2, meet=[taken, nobody], silent_s=0.4)}
+        seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options, timeout=3)
+    assert "TimeoutError" in seen.error
+    for text in (*texts[:1], seen.error):
+        assert "1 of `min_hosts` (=2)" in text
+        assert f"what listens at {taken} is no host of a run" in text
+        assert f"{nobody} is this host" in text
+    assert len(texts) >= 2
+
+
 @pytest.mark.parametrize(
     ("meet", "words"),
     [
@@ -274,5 +344,3 @@ def test_a_meet_that_is_no_address_is_refused_when_it_is_given(meet: Any, words:
     with pytest.raises(ValueError, match=r"`elastic.meet`") as caught:
         Elastic(max_hosts=2, meet=meet)
     assert words in str(caught.value)
-
-

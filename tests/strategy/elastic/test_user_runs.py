@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_hybrid.callbacks.replica_check import ReplicaCheck
 from tests.strategy.elastic.user_runs import Net, UserHosts, UserScene, undisturbed, wanted_images
 
 
@@ -45,7 +46,7 @@ def test_a_run_that_max_steps_ended_in_mid_epoch_resumes_with_the_images_that_we
     assert resumed.digests() == {step: digest for step, digest in whole.digests().items() if step >= 3}
 
 
-# ---- hosts that would stop after different steps -----------------------------------------------------------------------
+# ---- hosts that would stop after different steps --------------------------------------------------------
 
 
 class StopsInStep(pl.Callback):
@@ -104,7 +105,7 @@ def test_all_hosts_stop_after_the_same_step_where_one_wants_to(
     assert ends["a"]["weights"] == ends["b"]["weights"]
 
 
-# ---- hosts that were started otherwise ---------------------------------------------------------------------------------
+# ---- hosts that were started otherwise ------------------------------------------------------------------
 
 
 class OtherRate(Net):
@@ -142,7 +143,48 @@ def test_a_host_that_would_train_something_else_is_refused_with_what_differs(
     run.close()
 
 
-# ---- loggers -----------------------------------------------------------------------------------------------------------
+class Spoils(pl.Callback):
+    """Changes a weight of this host, as a faulty memory does."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            module.net.bias.data += 1
+
+
+def checks(folder: Path) -> list[Any]:
+    return [ReplicaCheck(2)]
+
+
+def spoils_and_checks(folder: Path) -> list[Any]:
+    return [Spoils(), ReplicaCheck(2)]
+
+
+@pytest.mark.slow
+def test_weights_of_hosts_are_compared_while_they_train(tmp_path: Path) -> None:
+    scene = UserScene(max_steps=12, callbacks=checks, elastic={"min_hosts": 2})
+    run = UserHosts(tmp_path, scene, {"b": replace(scene, callbacks=spoils_and_checks)})
+    run.start("a")
+    run.start("b")
+    with pytest.raises(RuntimeError, match=r"ReplicaDriftError.*`net.bias`.*between steps 4 and 6"):
+        run.wait("an error", run.has_ended("a", "b"))
+    run.close()
+
+
+@pytest.mark.slow
+def test_a_run_without_faults_passes_the_checks_of_hosts_that_come_and_go(tmp_path: Path) -> None:
+    scene = UserScene(max_steps=30, callbacks=checks, hold_after=(4, 14))
+    run = UserHosts(tmp_path, scene)
+    run.start("a")
+    run.wait("steps of a", run.has_made(4, "a"))
+    run.start("b")
+    run.wait("both", run.has_made(6, "a", "b", num_hosts=2))
+    run.kill("b")
+    run.wait("steps of a", run.has_made(14, "a"))
+    run.start("b")
+    run.finish("a", "b")
+
+
+# ---- loggers --------------------------------------------------------------------------------------------
 
 
 def csv_of_a_version(folder: Path) -> list[Any]:
@@ -176,7 +218,7 @@ def test_rows_of_a_csv_file_outlive_the_host_that_has_written_them(tmp_path: Pat
     assert all(len(values) == 1 for values in of_step.values())
 
 
-# ---- whole runs --------------------------------------------------------------------------------------------------------
+# ---- whole runs -----------------------------------------------------------------------------------------
 
 
 def saves_often(folder: Path) -> list[Any]:
@@ -257,5 +299,3 @@ def test_a_run_with_losses_joins_and_a_full_stop_has_the_weights_of_an_undisturb
     assert run.digests() == reference.digests()
     ends = run.events("end")
     assert all(end["weights"] == reference.events("end")[0]["weights"] for end in ends)
-
-

@@ -332,5 +332,3 @@ def undisturbed(folder: Path, scene: UserScene) -> UserHosts:
     run.start("a")
     run.finish("a")
     return run
-
-
