@@ -99,7 +99,10 @@ class TrainingMetrics(Callback):
         """Count; at a logged step, read and log."""
         # The ranks of a pipeline read the same batch.
         shares = trainer.distributed_sampler_kwargs  # None: a strategy of one device
-        self._window_images += num_images(batch) * (shares["num_replicas"] if shares else 1)
+        num_shards = run_status(trainer).num_shards
+        if num_shards is None:
+            num_shards = shares["num_replicas"] if shares else 1
+        self._window_images += num_images(batch) * num_shards
         if trainer.global_step == self._last_step:  # accumulating gradients
             return
         self._last_step = trainer.global_step
@@ -158,7 +161,8 @@ class TrainingMetrics(Callback):
         if self.flops_per_image is not None:
             values[m.FLOPS_PER_S] = images_per_s * self.flops_per_image
             if self.peak_flops_per_s is not None:
-                values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * trainer.world_size)
+                num_ranks = run_status(trainer).num_ranks or trainer.world_size
+                values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * num_ranks)
         return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -132,7 +133,13 @@ class CommSetup:
         self._trace_dir = None if report.trace_dir is None else os.fspath(report.trace_dir)
         self.link_bytes_per_s = report.link_bytes_per_s
         self.asked = in_options(
-            between_nodes, comm, shard_update=self.shard_update, for_ddp=for_ddp, extensions=extensions, elastic=elastic
+            between_nodes,
+            comm,
+            shard_update=self.shard_update,
+            for_ddp=for_ddp,
+            extensions=extensions,
+            elastic=elastic,
+            ranks_per_node=ranks_per_node,
         )
         if self._kind is not None:
             self.asked[self._kind] = "a pipeline" if self._kind == "pipeline" else "Fabric's strategy"
@@ -140,7 +147,9 @@ class CommSetup:
         if loss_scale is not None:
             loss_scale_from(loss_scale)  # a bad value is refused here, not in training
         if elastic is not None:
-            for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
+            for_ddp.pop("broadcast_buffers", None)
+            has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+            for_ddp["forward_sync_buffers" if has_new_name else "broadcast_buffers"] = False  # by `ElasticFit`
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:

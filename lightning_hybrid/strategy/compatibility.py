@@ -59,6 +59,10 @@ CURES = {
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
+    "ranks per node": "leave `strategy.ranks_per_node` out",
+    "several nodes": "launch each host by itself, with Trainer(num_nodes=1) and torchrun --nnodes=1",
+    "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and let the data set change in a hook",
+    "inexact resume": "leave `strategy.exact_resume` out",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
@@ -106,7 +110,15 @@ EXCLUDED = tuple(
         ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
         ("world update", "elastic", "a lost host takes its parts of masters and optimizer state with it"),
         ("extensions", "elastic", "they are given groups and ranks that stay"),
+        ("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
+        ("inexact resume", "elastic", "a host that joins takes its place in the data from the others"),
         # with what the run has
+        (
+            "several nodes",
+            "elastic",
+            "each host is a launch of its own, and a launch over several is lost as a whole",
+        ),
+        ("reloaded loaders", "elastic", "a host that joins in mid-epoch could not load what the others have loaded"),
         ("manual optimization", "elastic", "the closure of a step is what is run again"),
         ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
         ("global batch", "elastic", "it compares the pairs of all ranks that were launched, and these change"),
@@ -167,6 +179,7 @@ def in_options(
     for_ddp: Mapping[str, Any],
     extensions: Any = None,
     elastic: Any = None,
+    ranks_per_node: int | None = None,
 ) -> dict[str, str]:
     """Return what options ask for."""
     between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire
@@ -182,6 +195,7 @@ def in_options(
         "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
         "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
         "elastic": (elastic is not None, f"`elastic` (={elastic!r:.80})"),
+        "ranks per node": (ranks_per_node is not None, f"`ranks_per_node` (={ranks_per_node})"),
     }
     algorithm = comm.made_plan().algorithm
     if algorithm not in ("auto", "hierarchical"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,14 @@ def elastic_for(strategy: Any) -> ElasticFit | None:
         found["node slices"] = "`node_slices`"
     if not module.automatic_optimization:
         found["manual optimization"] = "`automatic_optimization` (=False)"
+    trainer = module.trainer
+    num_nodes = max(trainer.num_nodes, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    if num_nodes > 1:
+        found["several nodes"] = f"`num_nodes` (={num_nodes})"
+    if (epochs := trainer.reload_dataloaders_every_n_epochs) > 0:
+        found["reloaded loaders"] = f"`reload_dataloaders_every_n_epochs` (={epochs})"
+    if not strategy.has_exact_resume:
+        found["inexact resume"] = "`exact_resume` (=False)"
     if (batches := module.trainer.accumulate_grad_batches) > 1:
         found["accumulation"] = f"`accumulate_grad_batches` (={batches})"
     refuse_excluded(found)

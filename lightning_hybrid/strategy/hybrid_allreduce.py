@@ -160,6 +160,11 @@ class HybridAllReduce(_Base):
         )
 
     @property
+    def has_exact_resume(self) -> bool:
+        """Whether a user's `DataLoader` resumes in the middle of an epoch with the images that were left."""
+        return self._loaders.is_on
+
+    @property
     def comm_trace(self) -> CommTrace | None:
         """Counters of the communication, while a fit runs."""
         return None if self._comm.engine is None else self._comm.engine.trace
@@ -236,7 +241,7 @@ class HybridAllReduce(_Base):
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._comm.elastic_fit, self._extensions = elastic_for(self), made_for(self)
-            self._loaders.begin(trainer, self.distributed_sampler_kwargs)
+            self._loaders.begin(trainer, self._share_of_data())
         super().setup(trainer)
         if self._failures.engine is not None:
             if self._extensions is not None:
@@ -244,6 +249,21 @@ class HybridAllReduce(_Base):
             self._comm.share_work(self.optimizers)
             self._comm.warn_of_reduction(self.optimizers)
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
+
+    def _share_of_data(self) -> dict[str, Any]:
+        """Return how many ranks read different data, and the number of this one."""
+        if self._comm.elastic is None:
+            share: dict[str, Any] = self.distributed_sampler_kwargs
+            return share
+        # Of all hosts that may come. Which shards are this rank's is known once hosts have met.
+        return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """Whether gradients are summed over several ranks: of an elastic run those of all hosts that may come."""
+        if self._comm.elastic is None:
+            return bool(self.world_size > 1)
+        return self._comm.topology.world_size > 1
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Hide, while the module is moved, what is not on this rank."""
@@ -287,6 +307,8 @@ class HybridAllReduce(_Base):
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
+        if self._comm.elastic_fit is not None:
+            self._comm.elastic_fit.note_optimizers(self.optimizers)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -360,7 +382,7 @@ class HybridAllReduce(_Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
-        if self.world_size > 1 and self._averaged_parameters is not None:
+        if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
@@ -393,6 +415,14 @@ class HybridAllReduce(_Base):
     def is_global_zero(self) -> bool:
         """Whether this rank writes what is written once."""
         return super().is_global_zero if self._comm.is_first is None else self._comm.is_first
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP; within an elastic step what is logged is added up over all shards at the step's end."""
+        # A method, and no wrapper: Lightning compares it between two calls of `log`, in two fits too.
+        elastic_fit = self._comm.elastic_fit
+        if elastic_fit is not None and elastic_fit.is_in_step:
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""

@@ -211,6 +211,8 @@ def connect_ranks(environment: Any, backend: str, device: torch.device, timeout:
             world_size=environment.world_size(),
             timeout=timeout,
         )
+    elif not dist.is_initialized() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        kwargs["store"] = store_of_attempt(environment.main_address, environment.main_port, timeout)
     try:
         connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
         connect(environment, backend, **kwargs)
@@ -222,6 +224,17 @@ def connect_ranks(environment: Any, backend: str, device: torch.device, timeout:
             "the host's name. Has every process descriptors enough (`ulimit -n`)?"
         ) from error
     let_ranks_report()
+
+
+def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Return the store of torchrun's agent, for this attempt of a launch on one node alone.
+
+    The agent's store outlives its workers. Without a prefix those of the next attempt would find the addresses of the
+    last one, which the rank that is first reads. Attempts are counted by each agent, so that this is for one agent.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def start_method_from(setting: str) -> Any:

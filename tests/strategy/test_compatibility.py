@@ -37,6 +37,7 @@ ASKED = {
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
     "elastic": {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400")},
+    "ranks per node": {"ranks_per_node": 1},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)

@@ -21,7 +21,14 @@ from lightning_hybrid.comm.membership.connections import (
     own_ip_towards,
     split,
 )
-from lightning_hybrid.comm.membership.view import Settings, address_of, host_key, name_of, names_of
+from lightning_hybrid.comm.membership.view import (
+    Settings,
+    address_of,
+    differing_parts,
+    host_key,
+    name_of,
+    names_of,
+)
 from lightning_hybrid.comm.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
@@ -84,11 +91,35 @@ class Host(SocketThread):
         if late := sorted(set(range(self._settings.ranks_per_host)) - set(machine.committed)):
             return f"ranks {late} of this host"
         if not machine.run:
-            return "a run to join, or enough hosts to begin one"
+            return self._waits_for_hosts()
         head = machine.head()
         late_hosts = [host for host in machine.living() if host not in machine.readies] if head == self.key else [head]
         late_hosts += [host for host in machine.proposal.get("next", []) if host not in (*machine.accepts, self.key)]
         return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._settings.min_hosts}"
+
+    def _waits_for_hosts(self) -> str:
+        """Say which addresses this host asks for a run to join, who answers there, and how many hosts a run needs."""
+        settings = self._settings
+        now = monotonic()
+        texts = []
+        for place, address in enumerate(settings.meet):
+            answer = self._answers.get(place)
+            if place == self._place:
+                texts.append(f"{address} is this host")
+            elif answer is not None and now - answer[2] < settings.silent_s:
+                texts.append(f"{address} is {name_of(answer[0])}")
+            elif place in self._asked and self._asked[place].is_connected:
+                texts.append(f"what listens at {address} is no host of a run")
+            else:
+                texts.append(f"nobody answers at {address}")
+        if self._place is None:
+            ip = address_of(self.key).rpartition(":")[0]
+            texts.append(f"this host ({ip}) has none of these addresses, or another program has the port")
+        num_hosts = 1 + len(self.machine.lobby)
+        return (
+            f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
+            f"here. Of `elastic.meet` {', '.join(texts)}"
+        )
 
     def _act(self) -> None:
         """Do what the machine says."""
@@ -154,10 +185,12 @@ class Host(SocketThread):
             connection.trust(f"rank {local}", partial(self._hear_rank, local), partial(self._has_rank_ended, local))
             connection.send(kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
-            mine, other = self._settings.token, str(message["token"])
+            mine, other = differing_parts(self._settings.token, str(message["token"]))
             why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
             log.warning("elastic: refused host %s: its `token` is %s, and not %s", message["key"], other, mine)
-            connection.send(kind="refused", why=f"{why}: devices, `max_hosts` or modules differ")
+            connection.send(
+                kind="refused", why=f"{why}. Start every host with the same code, options, data and libraries"
+            )
         else:
             key = str(message["key"])
             connection.trust(key, partial(self._hear_host, key, connection), partial(self._is_lost, key))
