@@ -40,7 +40,8 @@ ARROWS = {
     "data": set(),
     "models": set(),
 }
-FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "placement"}
+FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "module_state"}
+FOR_ALL |= {"placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
 MOST_MODULES = 20
 

@@ -336,6 +336,8 @@ class HybridAllReduce(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step. Without a loss there is no backward that would end its half precision."""
+        if self._extensions is not None:
+            self._extensions.call("before_training_step", args, kwargs)
         self._rebuild_buckets()
         output = super().training_step(*args, **kwargs)
         if output is None and self._half is not None:
