@@ -58,6 +58,7 @@ class Host(SocketThread):
         )
         self._peers: dict[str, Connection] = {}  # to send: by key; each other host has its own to here
         self._seen_s: dict[str | int, float] = {}  # when a word of a host, or of a rank of this one, came
+        self._ended_s: dict[str, float] = {}  # when a host closed one connection, while a word may come on another
         self._ranks: dict[int, Connection] = {}  # of this host
         self._asked: dict[int, Connection] = {}  # by place in `meet`
         # Whom to join at a place (-1: who called), whether it runs, when it said so.
@@ -163,12 +164,32 @@ class Host(SocketThread):
             self._refused |= {place} if is_dead else set()
             return
         del self._peers[host]
-        self._is_lost(host, is_dead)
+        self._has_ended(host, is_dead)
 
-    def _is_lost(self, host: str, is_dead: bool) -> None:
-        if is_dead:
-            self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
-            self._act()
+    def _has_ended(self, host: str, is_dead: bool) -> None:
+        """Note that a connection from or to a host has ended; a host that leaves says so on one from it."""
+        if not is_dead:
+            return
+        if self._has_connection_from(host):
+            # Its goodbye may be unread there: sockets end in any order, and each alone keeps the order of its bytes.
+            self._ended_s.setdefault(host, monotonic())
+        else:
+            self._lose_dead(host)
+
+    def _has_connection_from(self, host: str) -> bool:
+        to_host = self._peers.get(host)
+        return any(each.peer == host and each is not to_host for each in self._connections())
+
+    def _lose_dead(self, host: str) -> None:
+        self._ended_s.pop(host, None)
+        self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
+        self._act()
+
+    def _lose_those_who_sent_no_word(self, now: float) -> None:
+        """Lose the hosts that closed a connection a tick ago: what they had sent by then has been read."""
+        for host, ended_s in list(self._ended_s.items()):
+            if now - ended_s >= self._settings.tick_s:
+                self._lose_dead(host)
 
     # ---- from other hosts, and from ranks of this one ----------------------------------------------------------------
 
@@ -193,7 +214,7 @@ class Host(SocketThread):
             )
         else:
             key = str(message["key"])
-            connection.trust(key, partial(self._hear_host, key, connection), partial(self._is_lost, key))
+            connection.trust(key, partial(self._hear_host, key, connection), partial(self._has_ended, key))
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
         self._seen_s[host], kind = monotonic(), message["kind"]
@@ -228,6 +249,7 @@ class Host(SocketThread):
             return
         if is_late:  # none was heard meanwhile, for no fault of theirs
             self._seen_s = dict.fromkeys(self._seen_s, now)
+        self._lose_those_who_sent_no_word(now)
         self._num_ticks += 1
         is_full_round = self._num_ticks % TICKS_WITHIN_HOST == 0
         if is_full_round or not machine.run:
