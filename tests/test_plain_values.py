@@ -33,7 +33,7 @@ CASES = [
     (
         "HybridAllReduceStrategy",
         {"loss_scale": "1024", "ranks_per_node": "2", "timeout": "60", "bucket_cap_mb": "5"},
-        {"_comm._ranks_per_node": 2, "_comm._plan.bucket_bytes": 5 * 2**20, "_timeout.seconds": 60},
+        {"_options.ranks_per_node": 2, "_options.plan.bucket_bytes": 5 * 2**20, "_timeout.seconds": 60},
     ),
     (
         "HybridPipelineStrategy",
@@ -118,7 +118,7 @@ def test_hydra_builds_the_schedule_from_text():
 @pytest.mark.parametrize("kind", [HybridAllReduceStrategy, fabric.HybridAllReduceStrategy])
 def test_a_loss_scale_as_text_is_the_number(kind):
     strategy = kind(loss_scale="1024")
-    assert strategy._loss_scale == "1024"
+    assert strategy._options.loss_scale.value == 1024.0
     with pytest.raises(ValueError, match=r"^`loss_scale` \(=1000.0\) must be a power of two"):
         kind(loss_scale="1000")
 

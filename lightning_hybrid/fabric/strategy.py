@@ -32,6 +32,7 @@ from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
@@ -101,16 +102,17 @@ class FabricHybridAllReduce(_Base):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures, self._loss_scale = CommSetup("Fabric"), FailureReports(), loss_scale
-        for_ddp = self._comm.take_options(
+        self._options = StrategyOptions.parse(
             ddp_kwargs,
-            own=inspect.signature(FabricHybridAllReduce).parameters,
+            argument_names=inspect.signature(FabricHybridAllReduce).parameters,
+            kind="Fabric",
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
         )
+        self._comm = CommSetup(self._options)
+        self._failures = FailureReports()
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
@@ -125,7 +127,7 @@ class FabricHybridAllReduce(_Base):
             process_group_backend=process_group_backend,
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
-            **for_ddp,
+            **self._options.ddp_options,
         )
 
     @property
@@ -136,7 +138,7 @@ class FabricHybridAllReduce(_Base):
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         """Replace Fabric's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision = with_masters(precision, self._precision_type, self._loss_scale)
+        self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
     def communication_plan(self) -> str | None:

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
-from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.run_status import has_grad_scaler
-from lightning_hybrid.strategy.options import Adasum, BetweenNodes, Comm, LocalSteps
 
 # Their step treats each element by itself, so a part of a tensor is as good as the whole.
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
@@ -169,38 +167,6 @@ to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean()
         if one in found and other in found:
             cure = f"{CURES[one][0].upper()}{CURES[one][1:]}, or {CURES[other]}"
             raise error(f"{found[one]} and {found[other]} exclude each other: {why}. {cure}.")
-
-
-def in_options(
-    between_nodes: BetweenNodes,
-    comm: Comm,
-    *,
-    shard_update: str,
-    for_ddp: Mapping[str, Any],
-    extensions: Any = None,
-    elastic: Any = None,
-    ranks_per_node: int | None = None,
-) -> dict[str, str]:
-    """Return what options ask for."""
-    between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire
-    planner = f"`comm.plan` (=a {type(comm.planner).__name__})"
-    found = {
-        "adasum": (isinstance(between_nodes, Adasum), between),
-        "local steps": (isinstance(between_nodes, LocalSteps), between),
-        "codec": (isinstance(wire, Codec), between),
-        "error feedback": (isinstance(wire, Codec) and wire.error_feedback, between),
-        "shard update": (shard_update != "off", f"`shard_update` (={shard_update!r})"),
-        "world update": (shard_update == "world", "`shard_update` (='world')"),
-        "planner": (comm.planner is not None, planner),
-        "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
-        "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
-        "elastic": (elastic is not None, f"`elastic` (={elastic!r:.80})"),
-        "ranks per node": (ranks_per_node is not None, f"`ranks_per_node` (={ranks_per_node})"),
-    }
-    algorithm = comm.made_plan().algorithm
-    if algorithm not in ("auto", "hierarchical"):
-        found["algorithm"] = (True, f"`comm.algorithm` (={algorithm!r})")
-    return {name: text for name, (is_there, text) in found.items() if is_there}
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:

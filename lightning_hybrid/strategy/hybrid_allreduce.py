@@ -46,6 +46,7 @@ from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.strategy_options import StrategyKind, StrategyOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -88,7 +89,7 @@ class HybridAllReduce(_Base):
     """
 
     registered_name = STRATEGY_NAME
-    _kind: Literal["pipeline"] | None = None
+    _kind: StrategyKind = "data parallel"
     _watchdog_type: type[SetupWatchdog] = SetupWatchdog
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
@@ -115,21 +116,24 @@ class HybridAllReduce(_Base):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
-        self._loaders = TrainingLoaders(exact_resume)
-        for_ddp = self._comm.take_options(
+        # DDP gets `ddp_options` and not `**ddp_kwargs`: a command line that follows keyword arguments into the base
+        # class (LightningCLI) would pass all defaults of DDP.
+        self._options = StrategyOptions.parse(
             ddp_kwargs,
-            own=inspect.signature(HybridAllReduce).parameters,
+            argument_names=inspect.signature(HybridAllReduce).parameters,
+            kind=self._kind,
             between_nodes=between_nodes,
             comm=comm,
-            report=report,
             ranks_per_node=ranks_per_node,
-            loss_scale=loss_scale,
             shard_update=shard_update,
+            loss_scale=loss_scale,
+            report=report,
             extensions=extensions,
             elastic=elastic,
         )
+        self._comm = CommSetup(self._options)
+        self._failures = FailureReports()
+        self._loaders = TrainingLoaders(exact_resume)
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False
@@ -142,7 +146,7 @@ class HybridAllReduce(_Base):
             process_group_backend=process_group_backend,
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
-            **for_ddp,
+            **self._options.ddp_options,
         )
 
     @property
@@ -154,7 +158,7 @@ class HybridAllReduce(_Base):
             has_grad_scaler=has_grad_scaler(self.precision_plugin),
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
-            link_bytes_per_s=self._comm.link_bytes_per_s,
+            link_bytes_per_s=self._options.report.link_bytes_per_s,
             is_ending=self._failures.is_failing(),
             **({} if self._extensions is None else self._extensions.status()),
         )
@@ -182,7 +186,7 @@ class HybridAllReduce(_Base):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Replace Lightning's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
+        self._precision_plugin = with_masters(plugin, self._precision_type, self._options.loss_scale)
 
     @property
     def _module(self) -> Any:
@@ -252,7 +256,7 @@ class HybridAllReduce(_Base):
 
     def _share_of_data(self) -> dict[str, Any]:
         """Return how many ranks read different data, and the number of this one."""
-        if self._comm.elastic is None:
+        if self._options.elastic is None:
             share: dict[str, Any] = self.distributed_sampler_kwargs
             return share
         # Of all hosts that may come. Which shards are this rank's is known once hosts have met.
@@ -261,7 +265,7 @@ class HybridAllReduce(_Base):
     @property
     def _sums_over_ranks(self) -> bool:
         """Whether gradients are summed over several ranks: of an elastic run those of all hosts that may come."""
-        if self._comm.elastic is None:
+        if self._options.elastic is None:
             return bool(self.world_size > 1)
         return self._comm.topology.world_size > 1
 

@@ -52,7 +52,7 @@ def test_the_yaml_of_the_page_trains_with_its_options(tmp_path):
     trainer = fitted("--config", str(tmp_path / "config.yaml"))
     assert type(trainer.strategy) is HybridAllReduceStrategy
     assert type(trainer.precision_plugin) is MasterWeightPrecision
-    assert trainer.strategy._comm._plan.algorithm == "hierarchical"
+    assert trainer.strategy._options.plan.algorithm == "hierarchical"
     assert trainer.precision_plugin.loss_scale.value == 1024.0
     assert trainer.global_step == 2
 
@@ -86,8 +86,8 @@ def test_the_class_that_is_asked_for_is_made_also_from_a_saved_configuration(tmp
     cli = parsed(CLASS, *arguments)
     (tmp_path / "saved.yaml").write_text(cli.parser.dump(cli.config, skip_none=False))
     for made in (cli, parsed("--config", str(tmp_path / "saved.yaml"))):
-        text = made.trainer.strategy._comm.asked
-        assert text == HybridAllReduceStrategy(between_nodes)._comm.asked
+        text = made.trainer.strategy._options.features()
+        assert text == HybridAllReduceStrategy(between_nodes)._options.features()
         assert made.config.trainer.strategy.init_args.between_nodes.class_path.endswith(type(between_nodes).__name__)
 
 

@@ -69,12 +69,12 @@ def test_yaml_reads_off_as_a_boolean():
     for setting in ("cluster", True):
         with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', 'world', False"):
             HybridAllReduceStrategy(shard_update=setting)
-    assert HybridAllReduceStrategy(shard_update=False)._comm.shard_update == "off"
+    assert HybridAllReduceStrategy(shard_update=False)._options.shard_update == "off"
 
 
 @pytest.mark.parametrize("kind", [HybridAllReduceStrategy, HybridPipelineStrategy, fabric.HybridAllReduceStrategy])
 def test_every_strategy_takes_the_same_values(kind):
-    assert kind(comm=Comm(dtype="bf16"))._comm._comm_dtype is torch.bfloat16
+    assert kind(comm=Comm(dtype="bf16"))._options.comm.on_wire is torch.bfloat16
 
 
 def test_a_field_that_is_given_as_an_argument_is_refused_with_the_value_that_has_it():
