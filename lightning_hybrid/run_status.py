@@ -45,7 +45,6 @@ class RunStatus:
     replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
     node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree
     verdict_group: dist.ProcessGroup | None = None  # ranks that skip the same steps, all through a fit; None: all ranks
-    is_ending: bool = False  # an error ends this rank now, and others do not come to any collective
 
     @property
     def loss_scales(self) -> list[LossScale]:

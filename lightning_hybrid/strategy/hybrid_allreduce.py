@@ -159,7 +159,6 @@ class HybridAllReduce(_Base):
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self._options.report.link_bytes_per_s,
-            is_ending=self._failures.is_failing(),
             **({} if self._extensions is None else self._extensions.status()),
         )
 
