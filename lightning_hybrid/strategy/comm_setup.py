@@ -146,6 +146,17 @@ class CommSetup:
             for_ddp["broadcast_buffers"] = False  # over the hosts, by `ElasticFit`
         return for_ddp | {"bucket_cap_mb": self._plan.bucket_bytes / 2**20}
 
+    def has_several_communicators(self, module: nn.Module | None) -> bool:
+        """Return whether groups beside the default one may be in use at the same time: stages, slices, pairs, ..."""
+        needs_own_groups = self.asked.keys() - {"unused parameters", "Fabric"}
+        is_named = self._plan.algorithm not in ("auto", "flat") or self.dtype_across_nodes is not None
+        if needs_own_groups or is_named or self.tune != "off":
+            return True
+        for layer in () if module is None else module.modules():
+            if getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False):
+                return True
+        return False
+
     def check_ranks(self, *, rank: int, world_size: int) -> None:
         """Check `ranks_per_node` where ranks and world size are known first, before any process group."""
         if self._ranks_per_node is not None:
