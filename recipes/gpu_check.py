@@ -26,7 +26,21 @@ from typing import Any, Literal
 import _path  # noqa: F401
 import torch
 
-from recipes.gpu import exchange, features, fits, hosts, machine, page, runner, speed, suite, waits, worlds
+from recipes.gpu import (
+    exchange,
+    features,
+    fits,
+    hosts,
+    losses,
+    machine,
+    page,
+    runner,
+    scales,
+    speed,
+    suite,
+    waits,
+    worlds,
+)
 from recipes.gpu.runner import Check
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +67,9 @@ CHECKS = [
         for name in ("lars", "lamb")
     ),
     _check("resumes", 90, 15, "a resumed run ends with the same bits", fits.resumes),
+    _check("dynamic_scale", 120, 20, "the dynamic loss scale, and schedules by steps", scales.dynamic_scale),
+    _check("resumes_within_epoch", 120, 25, "exact resume within an epoch", fits.resumes_within_epoch),
+    _check("contrastive", 60, 10, "contrastive losses in fp32", losses.contrastive),
     _check("waits", 60, 15, "no stream reads too early", waits.waits),
     _check("who_waits", 60, 10, "no step waits for the device", waits.who_waits),
     _check("one_rank", 60, 10, BOTH, worlds.one_rank),
@@ -61,14 +78,14 @@ CHECKS = [
         _check(name, 150, 25 if feature.by_gloo else 0, feature.promise, features.fits_as_on_cpu, name)
         for name, feature in features.FEATURES.items()
     ),
-    *(_check(f"rank_{how}", 150, 50, LOST, features.lost_rank, how) for how in features.LOSSES),
+    *(_check(f"rank_{how}", features.loss_limit_s(how), 50, LOST, features.lost_rank, how) for how in features.LOSSES),
     _check("lost_host", 150, 60, "a run goes on without a lost host", hosts.lost_host),
     *(
         _check(f"{name}_other", 150, 0, BOTH, features.fits_as_on_cpu, name, is_other_class=True)
         for name in ("flat", "two_level", "hierarchical", "int8")
     ),
     *(
-        _check(f"rank_{how}_other", 150, 0, BOTH, features.lost_rank, how, is_other_class=True)
+        _check(f"rank_{how}_other", features.loss_limit_s(how), 0, BOTH, features.lost_rank, how, is_other_class=True)
         for how in features.LOSSES
     ),
     _check("lost_host_other", 150, 0, BOTH, hosts.lost_host, is_other_class=True),
@@ -98,10 +115,14 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     device: Literal["cuda", "cpu"] = given.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("error: torch.cuda.is_available() is False here: --device cpu tries what makes sense without.")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to be asked for a GPU makes no context of CUDA's
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"error: torch.cuda.is_available() is False here: {machine.why_no_gpu()}. A driver must be as new as the "
+            "CUDA that torch was built for. --device cpu tries what makes sense without."
+        )
     environment = {"device": device} | machine.gpu_environment(ROOT)
+    num_gpus = len(environment.get("gpus", ()))
     outcomes = {one.name: one for one in runner.done_before(report, environment)}
     for check in again:
         outcomes.pop(check.name, None)
@@ -113,14 +134,14 @@ def main(arguments: list[str]) -> int:
 
     def note(one: runner.CheckOutcome) -> None:
         print(one.line(), flush=True)
-        if clocks := machine.clocks():
+        if device == "cuda" and (clocks := machine.clocks()):
             one.details["clocks"] = clocks
         outcomes[one.name] = one
         found = [outcomes[check.name] for check in CHECKS if check.name in outcomes]
         runner.write_outcomes(report, found, environment)
         page.write(out, CHECKS, found, environment)
 
-    runner.run_checks(left, device, out, limit_s=limit_s, on_outcome=note)
+    runner.run_checks(left, device, out, limit_s=limit_s, on_outcome=note, num_gpus=num_gpus)
     found = list(outcomes.values())
     lines = [runner.tables(found), f"{runner.summary(found)} To be sent: {out / page.ARCHIVE}"]
     print("", "\n\n".join(lines), "", *page.promises(CHECKS, found), sep="\n", flush=True)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.checks import plain_value, require_whole
+
+
+class HostCountedAverage(AveragedModel):
+    """Average whose number of updates is on the host: torch's asks the device for it twice in each update."""
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the weights of `model` in; nothing waits for the device."""
+        assert self.avg_fn is not None
+        is_first = int(self.n_averaged) == 0
+        for average, current in zip(self._tensors_of(self.module), self._tensors_of(model), strict=True):
+            weight = current.detach().to(average.device)
+            if is_first:
+                average.copy_(weight)
+            else:
+                average.copy_(self.avg_fn(average, weight, self.n_averaged))
+        if not self.use_buffers:
+            for average, current in zip(self.module.buffers(), model.buffers(), strict=True):
+                average.copy_(current)
+        self.n_averaged += 1
+
+    def _tensors_of(self, model: nn.Module) -> chain[torch.Tensor]:
+        buffers = model.buffers() if self.use_buffers else ()
+        return chain(model.parameters(), buffers)
 
 
 class MasterWeightAveraging(EMAWeightAveraging):
@@ -57,6 +85,11 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._device = device_of_user
         if stage == "fit":
             self._is_handed_over = False
+            average = self._average_model
+            assert average is not None
+            # Lightning makes one of torch's.
+            average.__class__ = HostCountedAverage
+            average.n_averaged = torch.zeros((), dtype=torch.long)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average."""

@@ -150,9 +150,15 @@ class _Statistics:
 
     def end_batch(self) -> None:
         """Close a batch; a layer that was not called counts nothing."""
-        none = {layer: torch.zeros(3, layer.num_features, dtype=torch.float64) for layer in self.layers}
-        device = next(iter(self._now.values())).device if self._now else None
-        self._of_batches.append(torch.cat([each.to(device) for each in (none | self._now).values()], dim=1))
+        assert self.layers[0].running_mean is not None
+        device = self.layers[0].running_mean.device  # also where no layer was called: ranks send it to one another
+        of_layers = []
+        for layer in self.layers:
+            if layer in self._now:
+                of_layers.append(self._now[layer].to(device))
+            else:
+                of_layers.append(torch.zeros(3, layer.num_features, dtype=torch.float64, device=device))
+        self._of_batches.append(torch.cat(of_layers, dim=1))
         self._now = {}
 
     def write(self) -> None:

@@ -75,6 +75,9 @@ class TrainingMetrics(Callback):
         """Start the clock."""
         self._last_step = trainer.global_step
         self._num_steps = 0  # by this process
+        trace = run_status(trainer).comm_trace
+        if trace is not None:
+            trace.measure_devices()
         self._begin_window(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -113,7 +113,8 @@ class HostCopies:
         if block is None or block.numel() < num_bytes:
             size = num_bytes if block is None else num_bytes + num_bytes // 8
             block = None  # frees the old block before the larger one is allocated
-            block = torch.empty(size, dtype=torch.uint8, pin_memory=is_locked)
+            # The device is named, as `torch.set_default_device` would make it a tensor that cannot be pinned.
+            block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         self._blocks[is_locked] = block
         return block
 

@@ -41,19 +41,28 @@ def clip_by_norm_over_ranks(
     is_double = any(parameter.dtype is torch.float64 for parameter in parameters)  # on all ranks then
     both = torch.zeros(2, len(parameters), dtype=torch.float64 if is_double else torch.float32, device=device)
     norms, has = both.unbind()
+    # Numbers are written one by one: to copy a table from the host would wait for the device.
+    is_slice = torch.zeros(len(parameters), dtype=torch.bool, device=device)
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
-            norms[index], has[index] = next(own), 1.0
+            norms[index].copy_(next(own))
+            has[index].fill_(1.0)
+        if id(parameter) in slices:
+            is_slice[index].fill_(True)
     if slice_group is not None:
-        is_slice = torch.tensor([id(parameter) in slices for parameter in parameters], device=device)
         squares = norms.double().square().where(is_slice, 0)
         dist.all_reduce(squares, group=slice_group)
         norms.copy_(squares.sqrt().where(is_slice, norms.double()))
     if stage_group is not None:
-        both[:, [id(parameter) in counted_elsewhere for parameter in parameters]] = 0
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in counted_elsewhere:
+                both[:, index].fill_(0)
         dist.all_reduce(both, group=stage_group)
     if not gradients:
         return
-    # Only the parameters that have a gradient anywhere: torch takes no others.
-    norm = torch.linalg.vector_norm(norms[has > 0])
+    # Only the parameters that have a gradient anywhere, as torch takes no others. A GPU would have to be asked how many
+    # these are: there the others are zeros.
+    has_gradient = has > 0
+    norms = norms[has_gradient] if device.type == "cpu" else norms.where(has_gradient, 0)
+    norm = torch.linalg.vector_norm(norms)
     torch._foreach_mul_(gradients, torch.clamp(clip_val / (norm + 1e-6), max=1.0))

@@ -157,7 +157,8 @@ class FabricHybridAllReduce(_Base):
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
-        self._failures.begin(self.parallel_devices or ())
+        has_several = self._comm.has_several_communicators(None)
+        self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
         self._failures.watch_setup(SetupWatchdog, self.root_device, self._timeout)
 

@@ -67,8 +67,8 @@ class LARS(OrthogonalStep):
 
     `fused=True` is two passes over memory for the whole model: norms of gradients, then the update. On the CPU they are
     C++ (`fused.cpu`), built by the system's compiler at the first use, a few seconds once per machine; on CUDA three
-    Triton kernels (`fused.cuda`). `None` is fused on CUDA, unless `foreach` or `capturable` is set, else lists. Without
-    compiler or triton a warning says that lists are used. Only rounding differs: weights agree with the others to 2e-6
+    Triton kernels (`fused.cuda`), which have not been run on a GPU. `None` and False work on lists. Without compiler or
+    triton a warning says that lists are used. Only rounding differs: weights agree with the others to 2e-6
     of their norm over ten steps, in float64 to 1e-14. It is no option of a group. With True,
     `torch.amp.GradScaler` leaves unscaling and skipping to the step; Lightning then refuses to clip gradients under
     "16-mixed". `torch.compile(optimizer.step)` compiles the lists.

@@ -109,7 +109,7 @@ class LayerwiseOptimizer(Optimizer):
             require_choice(name, group[name], (True, False), why)
         for name, why in (
             ("foreach", "None is one tensor at a time on the CPU, else lists"),
-            ("fused", "True is few passes over memory for the whole model, None that on CUDA where there are kernels"),
+            ("fused", "True is few passes over memory for the whole model; None and False work on lists of tensors"),
         ):
             require_choice(name, group[name], (None, True, False), why)
         if group["fused"] and group["foreach"]:
@@ -255,7 +255,8 @@ class LayerwiseOptimizer(Optimizer):
         if grad_scale is None:
             return GradScaling(found_inf=found_inf), False
         scale = grad_scale.detach().float()
-        if found_inf is None and scale.device.type == "cuda" and not torch.compiler.is_compiling():
+        is_fused = self._asks_for_fused() and not torch.compiler.is_compiling()
+        if is_fused and found_inf is None and scale.device.type == "cuda":
             # One launch gives both 1 / scale and a fresh 0 / scale = 0 that the kernels may set; (1, 0) is made once.
             pair: Tensor | None = self.__dict__.get("_pair")
             if pair is None or pair.device != scale.device:
@@ -314,19 +315,12 @@ class LayerwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The name that GradScaler and Lightning read; True: the step itself unscales and skips. Not where None chose
-        # the fused step: a default must not change what GradScaler sees.
+        # The name that GradScaler and Lightning read; True: the step itself unscales and skips.
         params = [param for group in self.param_groups for param in group["params"]]
         return bool(params) and bool(self.param_groups[0]["fused"]) and self._fused_step_type.has_engines(params)
 
     def _asks_for_fused(self) -> bool:
-        # None means on CUDA, unless `foreach` or `capturable` is set.
-        if not self.param_groups or (fused := self.param_groups[0]["fused"]) is not None:
-            return bool(self.param_groups) and fused
-        return "cuda" in self._fused_step_type.devices and all(
-            group["foreach"] is None and not group["capturable"] and all(param.is_cuda for param in group["params"])
-            for group in self.param_groups
-        )
+        return bool(self.param_groups) and bool(self.param_groups[0]["fused"])
 
     def _fused_step(self, is_checked: bool) -> bool:
         if not self._asks_for_fused():

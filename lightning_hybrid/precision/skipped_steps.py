@@ -40,7 +40,8 @@ class SkipFlag:
         self._answer: Tensor | bool = found_inf
         self._arrival: torch.cuda.Event | None = None
         if isinstance(found_inf, Tensor) and found_inf.is_cuda:
-            self._answer = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
+            # The device is named, as `torch.set_default_device("cuda")` would make it a tensor that cannot be pinned.
+            self._answer = torch.empty((), dtype=found_inf.dtype, device="cpu", pin_memory=True)
             self._answer.copy_(found_inf, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record()

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
 
 
+_WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric"}
+"""Features of options that need no process group of their own."""
+
+
 class CommSetup:
     """Topology, plan and engines of a strategy's fits.
 
@@ -62,6 +66,15 @@ class CommSetup:
         self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
         self._timeout: timedelta | None = None
         self._work_group: dist.ProcessGroup | None = None
+
+    def has_several_communicators(self, module: nn.Module | None) -> bool:
+        """Return whether groups beside the default one may be in use at the same time: stages, slices, pairs, ..."""
+        if self.options.features().keys() - _WITHOUT_GROUPS:
+            return True
+        if self.options.plan.algorithm not in ("auto", "flat") or self.options.dtype_across_nodes is not None:
+            return True
+        layers = () if module is None else module.modules()
+        return any(getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False) for layer in layers)
 
     def check_ranks(self, *, rank: int, world_size: int) -> None:
         """Check `ranks_per_node` where ranks and world size are known first, before any process group."""

@@ -39,13 +39,15 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 CLEAN_UP_ONLY = "2"
 
 # Environment variable of NCCL: 1 has communicators that are in use at the same time take turns in the host's order,
-# which is that of all ranks. Nothing changes for a single one.
+# which is that of all ranks. A single one, as by default, needs no turns.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
-# Environment variable of torch: 1 has the few blocks of a sum go before the thousands of backward's that wait.
+# Environment variable of torch: 1 has the few blocks of a sum go before the thousands of backward's that wait. It is
+# set where sums go stage by stage, so that the backend's have the priority of our own streams.
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 
-_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY, LAUNCH_ORDER: "1", HIGH_PRIORITY: "1"}
+_OF_NCCL = {ERROR_HANDLING: CLEAN_UP_ONLY}
+_OF_SEVERAL_COMMUNICATORS = {LAUNCH_ORDER: "1", HIGH_PRIORITY: "1"}
 
 _SIGNALS = "pytorch.trainer.connectors.signal_connector"
 _SIGTERM = "pytorch.utilities.exceptions.SIGTERMException"
@@ -109,13 +111,20 @@ class FailureReports:
 
     # ---- setup -----------------------------------------------------------------------------------------------------
 
-    def begin(self, devices: Iterable[torch.device]) -> None:
-        """Note what the caller is handling, and set what torch reads when the process group is made."""
+    def begin(self, devices: Iterable[torch.device], *, has_several_communicators: bool = False) -> None:
+        """Note what the caller is handling, and set what torch and NCCL read when the process group is made.
+
+        `has_several_communicators`: whether more than the default group's are in use at the same time.
+        """
         self._handled_before = sys.exc_info()[1]
-        on_cuda = any(device.type == "cuda" for device in devices)
+        variables: dict[str, str] = {}
+        if any(device.type == "cuda" for device in devices):
+            variables.update(_OF_NCCL)
+            if has_several_communicators:
+                variables.update(_OF_SEVERAL_COMMUNICATORS)
         # A value of the user's stays.
-        self._has_set = tuple(name for name in _OF_NCCL if on_cuda and name not in os.environ)
-        os.environ.update({name: _OF_NCCL[name] for name in self._has_set})
+        self._has_set = tuple(name for name in variables if name not in os.environ)
+        os.environ.update({name: variables[name] for name in self._has_set})
 
     def watch_setup(self, kind: type[SetupWatchdog], device: torch.device, timeout: timedelta | None) -> None:
         """Name missing ranks from here on. Collective, where there are several."""

@@ -217,7 +217,8 @@ class HybridAllReduce(_Base):
 
     def setup_environment(self) -> None:
         """Set up as DDP; from here on a missing rank is named."""
-        self._failures.begin(self.parallel_devices or ())
+        has_several = self._comm.has_several_communicators(self._module)
+        self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
         self._comm.held_loggers = loggers_for(self)
         self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)

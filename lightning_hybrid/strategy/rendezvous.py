@@ -202,7 +202,9 @@ def connect_ranks(environment: Any, backend: str, device: torch.device, timeout:
         RendezvousError: as `meet`; or ranks met, and cannot connect to one another.
     """
     assert timeout is not None
-    kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    # Bound to its device NCCL connects at once, and groups are splits of the default one. Gloo has neither.
+    is_bound = device.type != "cpu" and "nccl" in backend
+    kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device if is_bound else None}
     if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         kwargs["store"] = meet(
             address=environment.main_address,

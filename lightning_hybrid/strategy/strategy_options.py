@@ -177,7 +177,7 @@ class StrategyOptions:
         return os.fspath(self.report.trace_dir)
 
     def features(self) -> dict[str, str]:
-        """Return the features that the options ask for, by the names of `compatibility.CURES`, with texts for errors."""
+        """Return the features that the options ask for, by the names of `compatibility.CURES`, with their texts."""
         between_nodes = f"`between_nodes` (={self.between_nodes!r})"
         features: dict[str, str] = {}
         if self.is_adasum:

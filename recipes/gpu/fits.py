@@ -168,6 +168,56 @@ def resumes(given: Given) -> Details:
     return {"message": "lars and lamb in 16-true: the same bits"}
 
 
+class _Mixed(pl.LightningModule):
+    """Network with dropout, whose random numbers a resumed run must continue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.3), _Mean(), nn.Linear(8, 10)
+            self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the cross entropy."""
+        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Make LARS."""
+        return LARS(self.parameters(), lr=0.5, trust_coefficient=0.02)
+
+
+def _shuffled_by_workers() -> DataLoader:
+    dataset = loader().dataset
+    return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=2, pin_memory=torch.cuda.is_available())
+
+
+class _SavesAt(pl.Callback):
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def resumes_within_epoch(given: Given) -> Details:
+    """Check that a run that goes on in the middle of an epoch ends with the bits of one that was not stopped.
+
+    With dropout, and a loader that shuffles, has workers and pins memory.
+    """
+    path = given.folder / "within.ckpt"
+    weights = []
+    for callbacks, ckpt_path in (([_SavesAt(path, NUM_BATCHES + 3)], None), ([], path)):
+        pl.seed_everything(7)
+        module = _Mixed()
+        trainer = trainer_for(given, "16-true", max_epochs=2, callbacks=callbacks)
+        trainer.fit(module, _shuffled_by_workers(), ckpt_path=ckpt_path)
+        weights.append({name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()})
+    same_bits(weights[1], weights[0], "resumed within an epoch")
+    return {"message": f"after {NUM_BATCHES + 3} of {2 * NUM_BATCHES} steps: the same bits"}
+
+
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     other = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not other, f"{what}: {len(other)} of {len(expected)} tensors have other bits, the first is {other[0]}"

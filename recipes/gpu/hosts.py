@@ -24,7 +24,7 @@ def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
     """Check that a run which loses one of two hosts ends with the weights of one that loses none, bit for bit."""
     if is_other_class:
         use_other_class(given)
-    backend = "nccl" if given.on_cuda and torch.cuda.device_count() > 1 else "gloo"  # NCCL takes one rank on a GPU
+    backend = "nccl" if given.on_cuda and given.num_gpus > 1 else "gloo"  # NCCL takes one rank on a GPU
     weights = []
     for may_die in ((), (LOST,)):
         run = partial(_be_host, backend, _free_addresses(), bool(may_die))
@@ -32,7 +32,8 @@ def lost_host(given: Given, *, is_other_class: bool = False) -> Details:
         assert bool(may_die) != bool(answers[LOST]), "a host must be lost, in the second run alone"
         weights.append(torch.load(given.folder / "weights.pt", weights_only=True))
     same_bits(weights[1], weights[0], "without one of two hosts")
-    return {"message": f"{backend}: the other host went on, to the bits of the undisturbed run"}
+    message = f"{backend}: the other host went on, to the bits of the undisturbed run"
+    return {"message": message, "carrier": backend}
 
 
 def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, num_ranks: int) -> Details:
@@ -40,7 +41,7 @@ def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, nu
     alone |= {"MASTER_PORT": int(os.environ["MASTER_PORT"]) + rank}  # a launch of its own
     os.environ |= {name: str(value) for name, value in alone.items()}
     if backend == "nccl":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     count = [0]
 
     def lose(grad: Tensor) -> None:
@@ -55,6 +56,17 @@ def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, nu
     if rank != LOST:
         torch.save(weights, given.folder / "weights.pt")
     return {"steps": module.trainer.global_step}
+
+
+def visible_gpu(rank: int, visible: str | None) -> str:
+    """Return the GPU of a rank, of those that a scheduler has given to this process (None: all).
+
+    >>> visible_gpu(1, "4,5"), visible_gpu(1, "MIG-a, MIG-b"), visible_gpu(1, None)
+    ('5', 'MIG-b', '1')
+    """
+    if not visible:
+        return str(rank)
+    return visible.split(",")[rank].strip()
 
 
 def _free_addresses() -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,23 @@ PACKAGES = (
 ).split()
 
 
+# Run by a process of its own: to ask for a GPU's properties makes a context of CUDA's, which an exclusive GPU gives to
+# one process alone, and where NVML cannot count (MIG) the count itself keeps a process from forking.
+_ASK_FOR_GPUS = """
+import json, torch
+found = {"gpus": [], "capability": None, "cudnn": None, "nccl": None}
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        each = torch.cuda.get_device_properties(index)
+        found["gpus"].append(f"{each.name}, {each.total_memory / 2**30:.0f} GiB")
+    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    found["cudnn"] = torch.backends.cudnn.version()
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps(found))
+"""
+
+
 def gpu_environment(root: Path) -> dict[str, Any]:
     """Describe this machine, and the checkout around `root`; None for what is unknown.
 
@@ -30,20 +49,42 @@ def gpu_environment(root: Path) -> dict[str, Any]:
     found |= {"cuda": torch.version.cuda, "commit": code.get("commit"), "has_changes": code.get("is_dirty")}
     found["nccl_made_by"] = nccl_made_by()
     if torch.cuda.is_available():
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found |= _gpus()
+        found["driver"] = driver()
         found["topology"] = _output("nvidia-smi", "topo", "-m")
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        found["gpus"] = [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in devices]
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     return found
+
+
+def _gpus() -> dict[str, Any]:
+    answer = _output(sys.executable, "-c", _ASK_FOR_GPUS, limit_s=120)
+    if answer is None:
+        return {}
+    gpus: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return gpus
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where `nvidia-smi` does not say it."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def why_no_gpu() -> str:
+    """Say what torch was built for and which driver is here.
+
+    >>> why_no_gpu().startswith(f"torch {torch.__version__} was built for CUDA {torch.version.cuda}")
+    True
+    """
+    version = driver()
+    has_driver = "nvidia-smi finds no driver"
+    if version is not None:
+        has_driver = f"the driver is {version.splitlines()[0]}"
+    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}, and {has_driver}"
 
 
 def clocks() -> str | None:
     """Return clocks, temperature, power and reasons of throttling as they are now, a line for each GPU."""
     asked = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
-    return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv") if torch.cuda.is_available() else None
+    return _output("nvidia-smi", f"--query-gpu=index,{asked}", "--format=csv")
 
 
 def nccl_made_by() -> str | None:
@@ -68,9 +109,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str | None:
+def _output(*command: str, limit_s: float = 10) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.callbacks.run_report import html_page
-from recipes.gpu.runner import Check, CheckOutcome, Details, summary
+from recipes.gpu.runner import ON_GLOO, Check, CheckOutcome, Details, summary
 
 ARCHIVE = "gpu_report.zip"
 MOST_BYTES = 4 * 2**20  # of logs, before compression: the archive stays below 5 MB
@@ -23,21 +23,42 @@ def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[
     """Return three lines: the promises of README that hold on this machine, that do not, that were not tried.
 
     One that a check refutes does not hold; one of which a check was skipped or is missing, and none refutes, counts as
-    not tried.
+    not tried. What Gloo alone has carried holds "over Gloo", and was not tried over NCCL.
 
     >>> check = Check(name="lars", run=dict, limit_s=1, promise="LARS")
-    >>> promises([check], [CheckOutcome(name="lars", status="PASS", seconds=1, message="")])
+    >>> outcome = CheckOutcome(name="lars", status="PASS", seconds=1, message="")
+    >>> promises([check], [outcome])
     ['Holds here: LARS.', 'Does not hold here: nothing.', 'Not tried: nothing.']
+    >>> outcome.details["carrier"] = "gloo"
+    >>> promises([check], [outcome])
+    ['Holds here: LARS over Gloo.', 'Does not hold here: nothing.', 'Not tried (1 of 2): LARS over NCCL.']
     """
-    found: dict[str, set[str]] = {}
-    of_names = {one.name: one.status for one in outcomes}
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    statuses: dict[str, set[str]] = {}
+    over_gloo: set[str] = set()
     for check in checks:
-        if check.promise:
-            found.setdefault(check.promise, set()).add(of_names.get(check.name, "SKIP"))
-    lines = {"Holds here": list[str](), "Does not hold here": [], "Not tried": []}
-    for promise, statuses in found.items():
-        is_refuted, is_open = "FAIL" in statuses, "SKIP" in statuses
-        lines["Does not hold here" if is_refuted else "Not tried" if is_open else "Holds here"].append(promise)
+        if not check.promise:
+            continue
+        outcome = by_name.get(check.name)
+        statuses.setdefault(check.promise, set())
+        statuses[check.promise].add("SKIP" if outcome is None else outcome.status)
+        if outcome is not None and outcome.details.get("carrier") == ON_GLOO:
+            over_gloo.add(check.promise)
+    kept: list[str] = []
+    broken: list[str] = []
+    open_: list[str] = []
+    for promise, found in statuses.items():
+        if "FAIL" in found:
+            broken.append(promise)
+        elif "SKIP" in found:
+            open_.append(promise)
+        elif promise in over_gloo:
+            kept.append(f"{promise} over Gloo")
+            open_.append(f"{promise} over NCCL")
+        else:
+            kept.append(promise)
+    count = f" ({len(open_)} of {len(kept) + len(broken) + len(open_)})" if open_ else ""
+    lines = {"Holds here": kept, "Does not hold here": broken, f"Not tried{count}": open_}
     return [f"{words}: {'; '.join(names) or 'nothing'}." for words, names in lines.items()]
 
 

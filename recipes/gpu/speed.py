@@ -25,13 +25,13 @@ from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere
 from recipes.gpu.training import FitClock, SameBatch, TrainedNet, fused_lars, fused_sgd
-from recipes.gpu.updates import ARMS, FLOOR_BYTES, copy_rate, time_one
+from recipes.gpu.updates import ARMS, FLOOR_BYTES, calls_in_a_row, copy_rate, time_one
 from recipes.gpu.worlds import layout, run_world
 from recipes.networks.resnet import ResNet
 
 UPDATE_BOUND = 1.3  # times the bytes over the bandwidth of a copy
 PREDICTION_BOUND = 1.3  # times the planner's seconds of a sum
-NUM_UPDATES, NUM_SAMPLES = 20, 5
+NUM_SAMPLES = 5
 
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
@@ -75,7 +75,8 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> tuple[float,
     """Time the device, and the host that enqueues: medians over samples, each of several calls on a GPU."""
     for _ in range(3):  # compiles, and touches memory
         work()
-    samples = [time_one(work, device, num_in_a_row=NUM_UPDATES) for _ in range(NUM_SAMPLES)]
+    num_in_a_row = calls_in_a_row(work)
+    samples = [time_one(work, device, num_in_a_row=num_in_a_row) for _ in range(NUM_SAMPLES)]
     return statistics.median(one for one, _ in samples), statistics.median(host_s for _, host_s in samples)
 
 
@@ -137,23 +138,24 @@ def resnet50(given: Given) -> Details:
 
     A rank is a process of its own for each arm and round: an arm that fails is a row with its error.
     """
-    num_gpus = torch.cuda.device_count() if given.on_cuda else 1
+    num_gpus = given.num_gpus if given.on_cuda else 1
     num_rounds = 2 if given.on_cuda else 1
     worlds = {(arm, num_gpus): list[float]() for arm in RESNET_ARMS} | {("ours, 16-true", 1): list[float]()}
-    errors: dict[tuple[str, int], str] = {}
+    errors: dict[tuple[str, int], AssertionError] = {}
     for (arm, num_ranks), samples in [*worlds.items()] * num_rounds:
         try:
             run = partial(images_per_s, arm)
             answers = run_world(given, run, num_ranks=num_ranks, limit_s=given.limit_s / 4)
             samples.append(min(answer["images_per_s"] for answer in answers))
         except AssertionError as error:
-            errors[arm, num_ranks] = str(error)[:200]
+            errors[arm, num_ranks] = error
     table: list[Details] = []
     for (arm, num_ranks), samples in worlds.items():
         row: Details = {"arm": arm, "GPUs" if given.on_cuda else "processes": num_ranks}
-        row["images/s"] = round(statistics.median(samples), 1) if samples else errors[arm, num_ranks]
+        row["images/s"] = round(statistics.median(samples), 1) if samples else str(errors[arm, num_ranks])[:200]
         table.append(row | {"rounds": [round(sample, 1) for sample in samples]})
-    assert worlds["ours, 16-true", num_gpus], f"ours must train: {errors['ours, 16-true', num_gpus]}"
+    if not worlds["ours, 16-true", num_gpus]:
+        raise errors["ours, 16-true", num_gpus]
     ours = statistics.median(worlds["ours, 16-true", num_gpus])
     rates = {arm: statistics.median(found) for (arm, _), found in worlds.items() if found}
     theirs = {arm: rate for arm, rate in rates.items() if not arm.startswith("ours")}
@@ -174,7 +176,7 @@ def sums(given: Given) -> Details:
     """Time sums of 1, 25 and 100 MiB of fp16 by the backend and by our engine; compare with the planner's."""
     backend, num_ranks, _ = layout(given)
     if given.on_cuda and backend == "gloo":
-        raise NotHere("needs two GPUs")
+        raise NotHere("needs two GPUs, or two MIG instances")
     of_ranks = run_world(given, partial(_timed_sums, backend), num_ranks=num_ranks, limit_s=0.9 * given.limit_s)
     cluster = cluster_of(torch.cuda.get_device_name() if given.on_cuda else "", num_ranks)
     table: list[Details] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.optim import LAMB, LARS
 
@@ -69,6 +70,34 @@ ARMS: dict[str, Callable[[Sequence[tuple[int, ...]], torch.device], Callable[[],
 }
 
 
+MAX_LAUNCHES = 1000  # a GPU's queue holds about so many; the host waits for room beyond
+MAX_CALLS_IN_A_ROW = 20
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_in_a_row(step: Callable[[], object]) -> int:
+    """Return how many calls of `step` a GPU's queue holds together, 20 at most; runs it once.
+
+    Operations of torch are counted, of which none launches much more than one kernel for each list of tensors.
+
+    >>> weights = [torch.zeros(2) for _ in range(100)]
+    >>> calls_in_a_row(lambda: [weight.add_(1) for weight in weights]), calls_in_a_row(lambda: weights[0].add_(1))
+    (10, 20)
+    """
+    with _Operations() as operations:
+        step()
+    return max(1, min(MAX_CALLS_IN_A_ROW, MAX_LAUNCHES // max(1, operations.count)))
+
+
 MAX_CYCLES_PER_S = 2e9  # clock rate of a GPU
 MAX_SLEEP_S = 0.2
 
@@ -77,8 +106,8 @@ def time_one(step: Callable[[], object], device: torch.device, *, num_in_a_row: 
     """Time one step of the device and of the host.
 
     On CUDA `num_in_a_row` steps are queued behind a kernel that only waits, for longer than the host takes: the device
-    then goes through them without a gap. They must be less than a thousand launches, which a GPU's queue holds. A step
-    in which the host reads has its waits in both times.
+    then goes through them without a gap. They must be less than a thousand launches, which a GPU's queue holds: see
+    `calls_in_a_row`. A step in which the host reads has its waits in both times.
     """
     if device.type != "cuda":
         begin_s = time.perf_counter()

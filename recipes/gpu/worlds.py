@@ -19,7 +19,8 @@ from torch import Tensor
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.engine.stages import STAGES, run_stage
-from recipes.gpu.runner import Details, Given, NotHere
+from lightning_hybrid.strategy.rendezvous import RendezvousError
+from recipes.gpu.runner import Details, Given, NotHere, NotInTimeError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NUMELS = (1, 37, 10_007, 1 << 20)
@@ -70,11 +71,11 @@ def layout(given: Given, *, is_other_class: bool = False) -> tuple[str, int, int
         use_other_class(given)
     if not given.on_cuda:
         return "gloo", 4, 4
-    if torch.cuda.device_count() < 2:
+    if given.num_gpus < 2:
         if is_other_class:
-            raise NotHere("needs two GPUs")
+            raise NotHere("needs two GPUs, or two MIG instances")
         return "gloo", 4, 1
-    num_ranks = min(8, 1 << torch.cuda.device_count().bit_length() - 1)  # Adasum's nodes are a power of two
+    num_ranks = min(8, 1 << given.num_gpus.bit_length() - 1)  # Adasum's nodes are a power of two
     return "nccl", num_ranks, num_ranks
 
 
@@ -128,6 +129,9 @@ def run_world(
 ) -> list[Details]:
     """Return what `run(given, rank, num_ranks)` returned on each rank; raise the error or death of any rank.
 
+    Raises:
+        NotInTimeError: a rank was not done, or gave up on others that were not there, within `limit_s`.
+
     `per_host`: ranks on what counts as a host, each with a device of its own; None: all. The others share the devices.
     """
     with socket.socket() as probe:
@@ -155,12 +159,26 @@ def run_world(
             process.join()
     answers: list[Details] = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     for rank, (answer, code) in enumerate(zip(answers, codes, strict=True)):
-        if rank not in may_die and "failed" in answer:
-            raise AssertionError(f"rank {rank} of {num_ranks}: {answer['failed']}")
-        if rank not in may_die and not answer:
-            ended = f"was not done after {limit_s:.0f} s" if code is None else f"ended with code {code}"
-            raise AssertionError(f"rank {rank} of {num_ranks} {ended}")
+        if rank in may_die:
+            continue
+        if "failed" in answer:
+            kind = NotInTimeError if answer.get("is_of_time") else AssertionError
+            raise kind(f"rank {rank} of {num_ranks}: {answer['failed']}")
+        if not answer and code is None:
+            raise NotInTimeError(f"rank {rank} of {num_ranks} was not done after {limit_s:.0f} s")
+        if not answer:
+            raise AssertionError(f"rank {rank} of {num_ranks} ended with code {code}")
     return answers
+
+
+def is_of_time(error: BaseException) -> bool:
+    """Return whether a rank gave up as others did not come in time.
+
+    >>> is_of_time(RuntimeError("wait timeout after 15000ms")), is_of_time(RuntimeError("the sum is wrong"))
+    (True, False)
+    """
+    text = str(error).lower()
+    return isinstance(error, TimeoutError | RendezvousError) or "timeout" in text or "timed out" in text
 
 
 def _be_rank(run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: int, port: int, group: int) -> None:
@@ -178,6 +196,6 @@ def _be_rank(run: RunOfRank, given: Given, rank: int, num_ranks: int, per_host: 
     try:
         answer = run(given, rank, num_ranks)
     except BaseException as error:
-        answer = {"failed": f"{type(error).__name__}: {error}"[:1000]}
+        answer = {"failed": f"{type(error).__name__}: {error}"[:1000], "is_of_time": is_of_time(error)}
     (given.folder / f"rank{rank}.json").write_text(json.dumps(answer))
     os._exit(0)

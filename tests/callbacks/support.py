@@ -114,6 +114,10 @@ class Counted:
     def __init__(self, window):
         self.window = window
         self.seen = CommSummary()
+        self.measures_devices = False
+
+    def measure_devices(self):
+        self.measures_devices = True
 
     def drain(self):
         self.seen += self.window

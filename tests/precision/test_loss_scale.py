@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from lightning_hybrid.precision.loss_scale import DynamicLossScale, StaticLossScale, loss_scale_from, unscale_
+from lightning_hybrid.precision.loss_scale import (
+    NUM_LOOKS,
+    DynamicLossScale,
+    StaticLossScale,
+    loss_scale_from,
+    unscale_,
+)
 
 OVERFLOW, CLEAN = torch.tensor(True), torch.tensor(False)
 
@@ -117,6 +123,40 @@ def test_a_later_overflow_halves_the_scale_as_ever():
     scale = DynamicLossScale()
     assert follow(scale, 0.5, 10.0, 10.0, 10.0) == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
     assert not scale.wants_largest
+
+
+def follow_as_on_cuda(scale, *gradients):
+    """The same where the host does not know the outcomes: it looks at the largest gradient of all first steps."""
+    seen = []
+    for num_steps, largest in enumerate(gradients, start=1):
+        seen += follow(scale, largest)
+        scale._num_looks = NUM_LOOKS - num_steps
+        assert scale.wants_largest
+    return seen
+
+
+def test_on_cuda_too_an_overflow_after_a_clean_first_step_halves_the_scale():
+    assert follow_as_on_cuda(DynamicLossScale(), 0.5, 3.0, 0.5) == [2.0**16, 2.0**15, 2.0**15]
+    assert follow_as_on_cuda(DynamicLossScale(), 3000.0, 10.0, 300.0, 10.0) == [1.0, 256.0, 128.0, 128.0]
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("found_inf", [OVERFLOW, CLEAN])
+def test_gradients_that_wait_for_a_step_keep_the_scale_that_they_have(hysteresis, found_inf):
+    """Another optimizer divides by it after this one has moved the scale."""
+    scale = DynamicLossScale(init_scale=2.0**10, growth_interval=1, hysteresis=hysteresis)
+    of_gradients = scale.scale
+    for _ in range(hysteresis):
+        scale.update(found_inf)
+    assert scale.value != 2.0**10
+    assert of_gradients.item() == 2.0**10
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(2.0**30, 2.0**24), (2.0**-3, 1.0), (2.0**9, 2.0**9)])
+def test_a_loaded_scale_is_within_the_bounds_at_once(saved, expected):
+    scale = DynamicLossScale(min_scale=1.0, max_scale=2.0**24)
+    scale.load_state_dict({"scale": saved, "num_clean_steps": 0})
+    assert scale.value == expected
 
 
 def test_a_run_resumed_between_fall_and_leap_goes_on_with_the_leap():

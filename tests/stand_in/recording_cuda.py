@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_streams
+from lightning_hybrid.comm.engine import cuda_all_reduce, cuda_carrier, cuda_streams
 
 CUDA = torch.device("cuda", 0)
 COLLECTIVE_S = 1.0
@@ -164,7 +164,8 @@ class Cuda(TorchDispatchMode):
         self.nccl, self.host = Stream(self, "nccl"), Stream(self, HOST)
         self.is_fake = False
         self.memory: dict[int, _Memory] = {}
-        self.found: list[str] = []
+        self._was_entered = False
+        self._found: list[str] = []
         self.host_waits: list[str] = []
         self.operations: list[tuple[str, str]] = []
         self.num_queries = 0
@@ -174,6 +175,16 @@ class Cuda(TorchDispatchMode):
     def instance(cls) -> Cuda:
         assert cls.current_instance is not None
         return cls.current_instance
+
+    def __enter__(self) -> Cuda:
+        self._was_entered = True
+        return super().__enter__()
+
+    @property
+    def found(self) -> list[str]:
+        """Races, reuses and early reads so far."""
+        assert self._was_entered, "operations are recorded within `with Cuda().installed(patch):` alone"
+        return self._found
 
     # ---- torch.cuda --------------------------------------------------------------------------------------------------
 
@@ -208,6 +219,7 @@ class Cuda(TorchDispatchMode):
         patch.setattr(torch.cuda, "synchronize", lambda device=None: [one.synchronize() for one in self.streams])
         patch.setattr(cuda_streams, "Future", Future)
         patch.setattr(cuda_all_reduce, "Future", Future)
+        patch.setattr(cuda_carrier, "is_on_hosts", lambda group: False)  # what is run over Gloo plays NCCL
         patch.setattr(dist, "all_reduce", partial(self.all_reduce, dist.all_reduce))
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
         return self

@@ -19,7 +19,6 @@ CONF = Path(__file__).parents[2] / "conf" / "optim"
 SHAPES = GRADIENT_SETS["resnet50"]()
 RULES = {LARS: "lars", LAMB: "lamb"}
 KERNELS = ["norms", "finalize", "lars_update"]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=RULES.values())
 
 
 @pytest.fixture
@@ -28,11 +27,11 @@ def fake(monkeypatch):
         yield fake
 
 
-def recipe(rule, shapes=SHAPES):
+def recipe(rule, shapes=SHAPES, *, fused=None):
     """The optimizer of a recipe, for ResNet-50 as 16-true has it: fp16 gradients, those of normalisation in fp32."""
     options = yaml.safe_load((CONF / f"{RULES[rule]}.yaml").read_text())
     assert options.pop("fused", "missing") is None
-    options = {name: value for name, value in options.items() if not name.startswith("_")}
+    options = {name: value for name, value in options.items() if not name.startswith("_")} | {"fused": fused}
     groups = ({"params": []}, {"params": [], "trust_ratio": False, "weight_decay": 0.0})
     for shape in shapes:
         is_half = len(shape) > 1 or shape == (1000,)  # convolutions and the head
@@ -47,9 +46,9 @@ def scaled_step(optimizer):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_an_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(precision, fake):
+def test_a_fused_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_nothing(precision, fake):
     """In the third step, the rate being another in each; a read by the host would raise."""
-    optimizer = recipe(LARS)
+    optimizer = recipe(LARS, fused=True)
     for step in range(3):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * (step + 1)
@@ -61,6 +60,21 @@ def test_an_update_of_a_recipe_is_at_most_eight_launches_and_the_host_reads_noth
     assert sorted(kernels) == sorted(2 * KERNELS)  # for fp16 gradients, and for fp32 ones
     assert fake.num_copies == 1  # of all options
     assert len(launches.names) == (precision == "fp16"), launches.names  # 1 / scale, and the 0 of found_inf
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_default_of_lars_is_lists_and_the_host_reads_nothing(precision, fake):
+    """But for the selection of old or new values, their number does not grow with the model."""
+    numbers = []
+    for shapes in (SHAPES[-20:], SHAPES[-60:]):
+        optimizer = recipe(LARS, shapes)
+        for _ in range(2):
+            with Launches() as launches:
+                scaled_step(optimizer) if precision == "fp16" else optimizer.step()
+        numbers.append(len(launches.names))
+    assert not fake.launched
+    num_selections = 2 if precision == "fp16" else 0  # a tensor: the weight and its momentum
+    assert numbers[1] - numbers[0] == num_selections * 40
 
 
 @pytest.mark.parametrize(("fused", "precision"), [(None, "fp16"), (True, "bf16")])
@@ -88,7 +102,7 @@ def test_lamb_steps_by_lists_whose_operations_do_not_grow_with_the_model(fused, 
 
 
 def test_an_update_whose_rate_is_as_before_copies_nothing_and_another_in_a_captured_graph_is_refused(fake, monkeypatch):
-    optimizer = recipe(LARS)
+    optimizer = recipe(LARS, fused=True)
     optimizer.step()
     before = fake.num_copies
     optimizer.step()
@@ -100,8 +114,10 @@ def test_an_update_whose_rate_is_as_before_copies_nothing_and_another_in_a_captu
         optimizer.step()
 
 
-@every_rule
-@pytest.mark.parametrize("fused", [None, False], ids="fused={}".format)
+PATHS = [(LARS, None), (LARS, True), (LAMB, None)]
+
+
+@pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(rule, fused, fake):
     """A read by the host would raise; kernels are as many as of whole tensors."""
     params = [parameter(2 * BLOCK, grad_dtype=torch.float16), parameter(8, 4, grad_dtype=torch.float16)]
@@ -115,13 +131,14 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
         scaled_step(optimizer)
         assert [(table.device, table.dtype) for table in tables] == [(ZERO, torch.float64)] * (1 if rule is LARS else 2)
         assert optimizer.last_found_inf.device == ZERO
-        assert [name for name, _ in fake.launched] == (KERNELS if fused is None and rule is LARS else [])
+        assert [name for name, _ in fake.launched] == (KERNELS if fused else [])
 
 
 @pytest.mark.parametrize(
     ("options", "is_fused"),
     [
-        ({}, True),
+        ({}, False),
+        ({"fused": None}, False),
         ({"fused": True}, True),
         ({"fused": False}, False),
         ({"foreach": True}, False),
@@ -130,19 +147,18 @@ def test_parts_are_added_over_ranks_on_their_device_and_the_host_reads_nothing(r
     ],
     ids=str,
 )
-def test_kernels_are_the_default_and_only_who_asks_for_them_must_clip_elsewhere(options, is_fused, fake):
+def test_nobody_gets_kernels_unasked_and_who_asks_for_them_must_clip_elsewhere(options, is_fused, fake):
     """Lightning's `16-mixed` refuses to clip where an optimizer declares that it unscales by itself."""
     optimizer = LARS([parameter(8, 4)], lr=0.1, **options)
     scaled_step(optimizer)
     assert bool(fake.launched) is is_fused
-    assert optimizer._step_supports_amp_scaling is ("fused" in options and is_fused)
+    assert optimizer._step_supports_amp_scaling is is_fused
     assert optimizer.last_found_inf.device == ZERO
     mixed = LARS([parameter(8, 4), parameter(4, device=torch.device("cpu"))], lr=0.1, **options)
-    assert not mixed._asks_for_fused() or "fused" in options  # nobody gets kernels unasked
+    assert mixed._asks_for_fused() is is_fused
 
 
-@every_rule
-@pytest.mark.parametrize("fused", [None, False], ids="fused={}".format)
+@pytest.mark.parametrize(("rule", "fused"), PATHS, ids=str)
 def test_state_of_a_checkpoint_on_the_cpu_goes_to_the_parameters(rule, fused, fake):
     """Of half precision, whose state stays float32, and of one that the CPU's native passes wrote, counts included."""
     params = [nn.Parameter(torch.empty(8, 4, device=device, dtype=torch.float16)) for device in (ZERO, ONE)]

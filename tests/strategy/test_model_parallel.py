@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -265,6 +267,58 @@ def test_offloaded_shards_have_the_same_bits(optimizer, two_ranks, tmp_path):
         assert steps == device.looks["on_train_batch_end"]
         assert steps[4:] == again.looks["on_train_batch_end"]
         assert steps[-1] == (2.0**14, 2)
+
+
+class NotingNorm(nn.LayerNorm):
+    """LayerNorm that notes the dtypes of its input and weight."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.dtypes = set()
+
+    def forward(self, x):
+        self.dtypes.add((x.dtype, self.weight.dtype))
+        return super().forward(x)
+
+
+class Noting(InHalf):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.net[1] = NotingNorm(8)
+
+
+def dtypes_of_norm(trainer, module):
+    return module.net[1].dtypes
+
+
+def test_normalisation_on_shards_computes_in_fp32_with_fp32_weights(two_ranks):
+    scene = {"module": partial(Noting, "adamw"), "strategy": ModelParallelStrategy(2, 1)}
+    scene |= {"plugins": ShardedHalfPrecision("16-true"), "callbacks": [at(on_train_end=dtypes_of_norm)]}
+    for seen in two_ranks.run(fit_with_looks, scene):
+        assert seen.looks["on_train_end"] == [{(torch.float32, torch.float32)}]
+
+
+def fit_with_looks(scene):
+    _clear_sharding_prop_cache()
+    return fit(None, **scene)
+
+
+def mean_gradient_on_shards():
+    """Of gradients 1 on rank zero and 2**-11 on rank one, whose sum is 1 in fp16."""
+    _clear_sharding_prop_cache()
+    net = nn.Sequential(nn.Linear(1, 2, bias=False))
+    plugin = ShardedHalfPrecision("16-true")
+    plugin.shard_(net, net.children(), mesh=init_device_mesh("cpu", (2,)))
+    image = torch.full((1, 1), 2.0 ** (-11 * dist.get_rank()), dtype=torch.float16)
+    net(image).float().sum().backward()
+    gradient = net[0].weight.grad.full_tensor()
+    return gradient.dtype, gradient.flatten().tolist()
+
+
+def test_gradients_of_half_precision_on_shards_are_averaged_in_fp32(two_ranks):
+    for dtype, values in two_ranks.run(mean_gradient_on_shards):
+        assert dtype is torch.float32
+        assert values == [0.5 + 2**-12] * 2
 
 
 def test_half_precision_on_shards_needs_shards(one_rank):

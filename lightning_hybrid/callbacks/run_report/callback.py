@@ -109,6 +109,8 @@ class RunReport(Callback):
         self._last_step = trainer.global_step
         self._communication_before = self.communication()  # of a fit that was interrupted
         self._trace = run_status(trainer).comm_trace
+        if self._trace is not None:
+            self._trace.measure_devices()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the sums: the trace goes with the strategy's engine."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hybrid.comm.engine.cuda_all_reduce import Issued, new_event
+from lightning_hybrid.comm.engine.cuda_events import BucketEvents, StageEvents, new_event
 from lightning_hybrid.comm.engine.in_flight import Chunk
 from lightning_hybrid.comm.engine.process_groups import CommGroups
 from lightning_hybrid.comm.engine.stages import run_stage, stages_by_name
@@ -38,17 +38,17 @@ class CudaStreams:
         self._device, self._groups, self._keep_events = device, groups, keep_events
         self._network, self._node = (torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(2))
 
-    def put(self, issued: Issued) -> Future[Tensor]:
+    def put(self, events: BucketEvents) -> Future[Tensor]:
         """Put all stages of a bucket on the streams; the future carries a CUDA event."""
-        bucket, flat = issued.bucket, issued.bucket.flat
+        bucket, flat = events.bucket, events.bucket.flat
         stages = stages_by_name(bucket.plan.algorithm)
         streams = [self._node if stage.scope == "node" else self._network for stage in stages]
-        streams[0].wait_event(issued.ready)
+        streams[0].wait_event(events.ready)
         flat.record_stream(streams[-1])  # the allocator must not give it away before: that stream waits for the others
         ends: dict[Chunk, torch.cuda.Event] = {}
         for chunk, index in _in_order(bucket.chunks, streams):
             stage, stream, group = stages[index], streams[index], self._groups.by_stage[stages[index].name]
-            issued.at = stage.name
+            bucket.stage = stage.name
             # An event costs the host some time: the begin of a stage is wanted for a timeline only.
             begin, end = new_event() if self._keep_events else None, new_event()
             if index and stream is not streams[index - 1]:
@@ -60,12 +60,14 @@ class CudaStreams:
                 end.record(stream)
             ends[chunk] = end
             if group is not None:
-                issued.stages.append((chunk, stage.name, chunk.num_bytes, begin, end))
-        issued.at = "finish"
+                events.stages.append(
+                    StageEvents(chunk=chunk, name=stage.name, num_bytes=chunk.num_bytes, begin=begin, end=end)
+                )
+        bucket.stage = "finish"
         with torch.cuda.stream(streams[-1]):
             result = bucket.finish(flat)
             result.record_stream(streams[-1])
-            issued.done.record(streams[-1])
+            events.record_done(streams[-1])
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(result)  # records an event on this stream; who waits makes its own stream wait for it
         return future

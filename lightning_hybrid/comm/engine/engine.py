@@ -167,8 +167,7 @@ class CommEngine:
         return self.device.type == "cuda"
 
     def _prepare(self) -> None:
-        columns: dict[Any, int] = {"flat": 1} if self._on_cuda else {}  # there its group compares the order, too
-        columns |= self.plan.columns(self.topology, on_cuda=self._on_cuda)
+        columns: dict[Any, int] = dict(self.plan.columns(self.topology, on_cuda=self._on_cuda))
         columns |= {name: 1 for name in EXCHANGES if name.partition("_")[0] in self._exchanging}
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
@@ -255,10 +254,16 @@ class CommEngine:
         # Returns the checksum of the order, of a step's last bucket. One with a new record gets `contents` to compare.
         reduction = f", Adasum of {len(bucket.adasum_numels)} tensors" if bucket.adasum_numels else ""
         record = self._order.add(bucket.plan, is_last=bucket.is_last, reduction=reduction)
-        several = self.topology.world_size > 1
-        if record is not None and several:
-            bucket.contents = f"order/{self._order.num_submitted}", f"{record}; all so far: {self._order.value:016x}"
-        return self._order.value if bucket.is_last and self.plan.check_order and several else None
+        if self.topology.world_size == 1:
+            return None
+        is_checked = bucket.is_last and self.plan.check_order
+        text = f"{self._order.recent[-1]}; all so far: {self._order.value:016x}"
+        contents = f"order/{self._order.num_submitted}", text
+        if record is not None:
+            bucket.contents = contents
+        elif self._on_cuda and is_checked and self._order.is_step_to_compare:
+            bucket.contents_of_step = contents
+        return self._order.value if is_checked else None
 
     def planned(self, bucket_index: int, numel: int, dtype: torch.dtype) -> BucketPlan:
         """Return how a tensor would be carried."""

@@ -78,11 +78,13 @@ class InFlightBucket:
     traffic: Traffic = NO_TRAFFIC
     adasum_numels: tuple[int, ...] = ()  # of its tensors, where they are combined by Adasum, which needs them whole
     contents: tuple[str, str] | None = None  # store key and text by which ranks compare a bucket that is new
+    contents_of_step: tuple[str, str] | None = None  # the same of a step that ends with it and is not new; on CUDA
     is_last: bool = False  # of its step
     # No gradients: the optimizer's step waits for it; None: it does not.
     is_in_update: bool | None = False
     num_owners: int = 0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
     is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
+    stage: str = "order"  # in which an error comes while it is put there
     done: Future = field(default_factory=Future)
     error: str | None = None
     cause: BaseException | None = None
@@ -139,11 +141,18 @@ class InFlightBucket:
             with self._lock:
                 # Asked again under the lock: another column's thread may have compared it meanwhile.
                 if self.contents is not None:
-                    key, own = self.contents
-                    first = watchdog.compare(key, own)
-                    if first != own:
-                        raise OrderError(f"this rank hands over {own}, and another {first}")
+                    _compare(self.contents, watchdog)
                     self.contents = None
+
+    def compare_step(self, watchdog: Watchdog) -> None:
+        """Compare the order of the step that ends here with that of other ranks, if this is one of the steps for it.
+
+        Raises:
+            OrderError: if another rank submitted something else, or in another order.
+        """
+        # Once all of it is on its way: nobody waits for this rank while it reports.
+        if self.contents_of_step is not None:
+            _compare(self.contents_of_step, watchdog)
 
     def chunk_done(self) -> bool:
         """Count one chunk as done; returns whether it was the last."""
@@ -187,6 +196,13 @@ class InFlightBucket:
             chunk.job.shard = None
         self.flat = _NOTHING
         self.finish = _unchanged
+
+
+def _compare(contents: tuple[str, str], watchdog: Watchdog) -> None:
+    key, own = contents
+    first = watchdog.compare(key, own)
+    if first != own:
+        raise OrderError(f"this rank hands over {own}, and another {first}")
 
 
 def _unchanged(flat: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ and its 64 bits b travel at the end of the last bucket of a step, as a checksum 
 
 Where two ranks differ in a bit, each finds a 1 of the other's where its own element is 0, and so does every rank that
 agrees with either. Sums of zeros are exact, in any dtype. It costs no message of its own, but a copy of one chunk.
+
+On CUDA it would be a message of its own. There ranks compare their hashes in some of the steps, through the store.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ _MASK = (1 << NUM_BITS) - 1
 
 # How many records of buckets a rank remembers, to say where it went another way than others.
 NUM_RECENT = 64
+
+# On CUDA ranks compare what is new, as everywhere, the first steps, and later ones more and more rarely. The order
+# changes where DistributedDataParallel rebuilds its buckets, after the first step, or where somebody changes the plan.
+# The hash is of all steps so far, so that none is left out.
+NUM_COMPARED_STEPS = 8
+MOST_STEPS_BETWEEN = 1024
 
 # A pool has copies of so many sizes; before DistributedDataParallel rebuilds its buckets there are two.
 MOST_SIZES_IN_POOL = 4
@@ -57,7 +65,7 @@ class BucketOrder:
     """The buckets submitted so far, in order; `value`: hash of all of them."""
 
     def __init__(self) -> None:
-        self.num_submitted = self.value = 0
+        self.num_submitted = self.num_steps = self.value = 0
         self.recent: deque[str] = deque(maxlen=NUM_RECENT)
         self._all, self._step = RollingHash(), RollingHash()
         self._known: set[int] = set()  # hashes of the beginnings of steps
@@ -85,7 +93,25 @@ class BucketOrder:
         self._known.add(self._step.value)
         if is_last:
             self._step = RollingHash()
+            self.num_steps += 1
         return record if is_new else None
+
+    @property
+    def is_step_to_compare(self) -> bool:
+        """Whether the step that ended last is one of those that ranks compare through the store.
+
+        >>> order = BucketOrder()
+        >>> steps = []
+        >>> for order.num_steps in range(1, 3000):
+        ...     if order.is_step_to_compare:
+        ...         steps.append(order.num_steps)
+        >>> steps
+        [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+        """
+        if self.num_steps <= NUM_COMPARED_STEPS or self.num_steps % MOST_STEPS_BETWEEN == 0:
+            return True
+        is_power_of_two = self.num_steps & (self.num_steps - 1) == 0
+        return is_power_of_two and self.num_steps < MOST_STEPS_BETWEEN
 
 
 class ChecksummedCopy:

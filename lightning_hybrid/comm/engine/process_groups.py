@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.comm.health.abort import abort_all, forget
+from lightning_hybrid.comm.health.abort import abort_all, forget, is_on_hosts
 from lightning_hybrid.comm.topology import ReplicaSets, Scope, Topology
 
 
@@ -112,6 +112,10 @@ def _can_be_split() -> bool:
     # torch splits a communicator only where the default group is bound to a device. It has no public way to ask.
     default = dist.distributed_c10d._get_default_group()
     if default.bound_device_id is None or not torch.cuda.is_available():
+        return False
+    # Gloo says that it can. torch 2.13 gives its splits names that differ between ranks, which then wait for each other
+    # for ever, and `new_group` of one backend beside another asks Gloo for a method that it has not.
+    if is_on_hosts(default):
         return False
     return bool(default._get_backend(torch.device("cuda")).supports_splitting)
 

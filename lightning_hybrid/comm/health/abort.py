@@ -8,7 +8,7 @@ any group, DistributedDataParallel's own too, all groups are aborted. A process 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -24,8 +24,6 @@ ABORT_LIMIT_S = 5.0
 _ON_HOSTS = ("gloo", "mpi", "fake")
 
 _TAG = 0x4C48  # of a message that is never sent
-
-_HOOK_ID = 0x4C48  # of ours among a group's
 
 
 def abort_all(*, limit_s: float) -> list[str]:
@@ -75,25 +73,14 @@ def _abort(group: dist.ProcessGroup) -> None:
 def _on_devices() -> Iterator[tuple[str, dist.ProcessGroup]]:
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError):  # no backend for GPUs
-            backend = group._get_backend(torch.device("cuda"))
-            if not hasattr(backend, "name") or backend.name() not in _ON_HOSTS:  # one in Python may have no name
+            if not _is_on_hosts(group._get_backend(torch.device("cuda"))):
                 yield name, group
 
 
-def on_abort(group: Any, tell: Callable[[], None]) -> None:
-    """Have `tell` called, in a thread of its own, when torch aborts this group, where it can say so (`nccl2`).
-
-    torch does so after a timeout or an error of NCCL. The device then goes on with sums that are none, and so does the
-    host until its next collective.
-    """
-    with suppress(RuntimeError, AttributeError):  # no backend for GPUs, or one that cannot say it
-        backend = group._get_backend(torch.device("cuda"))
-        if backend.supports_abort_hooks:
-            # A thread, as the failure that follows aborts all groups, and this one waits for its hooks.
-            backend.register_abort_hook(_HOOK_ID, lambda: threading.Thread(target=tell, daemon=True).start())
+def is_on_hosts(group: Any) -> bool:
+    """Return whether hosts carry what a group does with tensors of a GPU; not where there is no group (None)."""
+    return group is not None and _is_on_hosts(group._get_backend(torch.device("cuda")))
 
 
-def end_on_abort(group: Any) -> None:
-    """Take back what `on_abort` asked for."""
-    with suppress(RuntimeError, AttributeError):
-        group._get_backend(torch.device("cuda")).unregister_abort_hook(_HOOK_ID)
+def _is_on_hosts(backend: Any) -> bool:
+    return hasattr(backend, "name") and backend.name() in _ON_HOSTS  # one in Python may have no name

@@ -47,11 +47,15 @@ class CommTrace:
     """Counters that the threads of an engine may write while another thread drains them.
 
     `clock` returns seconds. `keep_events` is for `write`.
+
+    Attributes:
+        measures_devices: whether a device records when each bucket began and ended. The threads of a CPU always do.
     """
 
     def __init__(self, *, clock: Callable[[], float] = perf_counter, keep_events: bool = False) -> None:
         self._clock = clock
         self.keep_events = keep_events
+        self.measures_devices = keep_events
         self._events: list[dict[str, Any]] = []
         self._first_s: float | None = None
         self._last_end_s = 0.0
@@ -70,6 +74,10 @@ class CommTrace:
     def _reset(self) -> None:
         self._counts: dict[str, Any] = {one.name: one.default for one in fields(CommSummary) if one.name != "buckets"}
         self._by_bucket: dict[BucketPlan, _Counts] = {}
+
+    def measure_devices(self) -> None:
+        """Have a device record the times of buckets from the next one on, as somebody reads them."""
+        self.measures_devices = True
 
     def look_first(self, look: Callable[[], None]) -> None:
         """Call `look` before counts are read: it replays what a device has done for an engine."""
@@ -96,8 +104,7 @@ class CommTrace:
         """
         with self._lock:
             now_s = self._clock() if at_s is None else at_s
-            self._add(num_steps=is_last, num_buckets=1, num_bytes=num_bytes)
-            self._add(least_bytes_across=traffic.least_across, bytes_across=traffic.across, bytes_inside=traffic.inside)
+            self._count(num_bytes, traffic, is_last=is_last)
             if is_in_update is False:
                 first_s = now_s if self._first_s is None else self._first_s
                 self._first_s = None if is_last else first_s
@@ -109,6 +116,15 @@ class CommTrace:
             if is_last or (is_in_update and self._exposed_since_s is None):
                 self._exposed_since_s = self._last_end_s = now_s  # backward is over: from here on a step waits
             return now_s
+
+    def count(self, bucket: BucketPlan, traffic: Traffic, *, is_last: bool) -> None:
+        """Count a bucket whose times are not measured."""
+        with self._lock:
+            self._count(bucket.num_bytes, traffic, is_last=is_last)
+
+    def _count(self, num_bytes: int, traffic: Traffic, *, is_last: bool) -> None:
+        self._add(num_steps=is_last, num_buckets=1, num_bytes=num_bytes)
+        self._add(least_bytes_across=traffic.least_across, bytes_across=traffic.across, bytes_inside=traffic.inside)
 
     def end(
         self,

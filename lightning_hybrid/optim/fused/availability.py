@@ -31,7 +31,7 @@ def has_kernels(device_type: str) -> bool:
             lars.try_out()
         except Exception as error:  # there is no triton; or of the compiler, the linker, the driver, or its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            what = f"(=True or None) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
+            what = f"(=True) on CUDA needs kernels that triton can build, and a first one failed ({text:.300})"
             _warn(what, TRITON_CURE)
             return False
     if device_type == "cpu":

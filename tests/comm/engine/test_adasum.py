@@ -27,23 +27,29 @@ def world_of(nodes):
 
 def combine(nodes, buckets, *, like_cuda=False):
     """Each bucket's (flat, numels), all in flight at once; what this rank holds afterwards."""
+    if not like_cuda:
+        return combined_by(engine_over(nodes, PLAN), nodes, buckets)
     with pytest.MonkeyPatch.context() as patch:
-        cuda = Cuda()
-        if like_cuda:
-            cuda.installed(patch)
-            patch.setattr(adasum, "_takes_segments", lambda flat: True)
-        engine = engine_over(nodes, PLAN, **({"device": CUDA} if like_cuda else {}))
-        buckets = [*buckets, (torch.ones(8), (8,))]  # with the checksum, which shifts where a bucket is halved
-        last = len(buckets) - 1
-        futures = [
-            engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)
-            for i, (flat, numels) in enumerate(buckets)
-        ]
-        *found, ones = [future.wait().clone() for future in futures]
-        assert torch.equal(ones, torch.full((8,), float(len(nodes[0]))))
-        engine.close()
+        cuda = Cuda().installed(patch)
+        patch.setattr(adasum, "_takes_segments", lambda flat: True)
+        engine = engine_over(nodes, PLAN, device=CUDA)  # which compares plans on the host
+        with cuda:
+            sums = combined_by(engine, nodes, buckets)
         assert cuda.found == []
-        return found
+    return sums
+
+
+def combined_by(engine, nodes, buckets):
+    buckets = [*buckets, (torch.ones(8), (8,))]  # with the checksum, which shifts where a bucket is halved
+    last = len(buckets) - 1
+    futures = [
+        engine.submit(flat, bucket_index=i, is_last=i == last, adasum_numels=numels)
+        for i, (flat, numels) in enumerate(buckets)
+    ]
+    *sums, ones = [future.wait().clone() for future in futures]
+    assert torch.equal(ones, torch.full((8,), float(len(nodes[0]))))
+    engine.close()
+    return sums
 
 
 def combine_reals(nodes, dtype, like_cuda=False):

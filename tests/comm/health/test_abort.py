@@ -71,10 +71,8 @@ def test_every_backend_that_this_torch_registers_is_known_here():
 class Group:
     """A group of a backend of this name; None: one in Python, which has none."""
 
-    supports_abort_hooks = True
-
     def __init__(self, name):
-        self.is_aborted, self.hooks = False, {}
+        self.is_aborted = False
         if name is not None:
             self.name = lambda: name
 
@@ -84,26 +82,6 @@ class Group:
 
     def abort(self):
         self.is_aborted = True
-
-    def register_abort_hook(self, hook_id, hook):
-        self.hooks[hook_id] = hook
-
-    def unregister_abort_hook(self, hook_id):
-        del self.hooks[hook_id]
-
-
-def test_what_torch_aborts_by_itself_is_told_in_another_thread_until_that_is_taken_back():
-    group, told = Group("nccl2"), threading.Event()
-    abort.on_abort(group, lambda: threading.current_thread() is threading.main_thread() or told.set())
-    (hook,) = group.hooks.values()
-    hook()
-    assert told.wait(30)
-    abort.end_on_abort(group)
-    assert group.hooks == {}
-    group.supports_abort_hooks = False
-    for none in (group, None):
-        abort.on_abort(none, told.set)
-        assert group.hooks == {}
 
 
 def groups_that_would_be_aborted():

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from lightning_hybrid.precision.schedule_guard import ScheduleGuard
+from lightning_hybrid.strategy.rendezvous import RendezvousError
 from recipes import gpu_check
-from recipes.gpu import features, page, runner, speed, waits, worlds
+from recipes.gpu import features, hosts, machine, page, runner, scales, speed, updates, waits, worlds
 from recipes.gpu.runner import Check, Given, NotHere
 from tests.checkout import ROOT
 from tests.without import environment_without
@@ -86,6 +90,35 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         assert found.seconds >= min(limit_s, total_s)
 
 
+def finishes_late(given):
+    """Be a check whose ranks take longer than they are given, as where most of the time is over."""
+    worlds.run_world(given, lambda given, rank, num_ranks: time.sleep(60), num_ranks=2, limit_s=0.3 * given.limit_s)
+
+
+def finds_nobody(given):
+    """Be a check of which a rank waits in vain for the others."""
+
+    def run(given, rank, num_ranks):
+        raise RendezvousError("`WORLD_SIZE` (=2) ranks must meet, and within 15 s rank 1 did not come.")
+
+    worlds.run_world(given, run, num_ranks=2, limit_s=50)
+
+
+@pytest.mark.parametrize("run", [finishes_late, finds_nobody], ids=["finishes_late", "finds_nobody"])
+def test_ranks_that_are_late_are_a_skip_where_the_check_was_cut_and_else_a_failure(tmp_path, run):
+    late = Check(name="late", run=run, limit_s=600)
+    cut = run_all([late], tmp_path, limit_s=20)["late"]
+    assert cut.status == "SKIP", cut.message
+    assert cut.message.startswith("no time left: give more `minutes` (rank 0 of 2")
+    whole = run_all([replace(late, limit_s=15)], tmp_path)["late"]
+    assert whole.status == "FAIL", whole.message
+    assert whole.message.startswith("rank 0 of 2")
+
+
+def test_a_wrong_result_of_a_check_that_was_cut_is_a_failure(tmp_path):
+    assert run_all([check("of_a_rank", limit_s=600)], tmp_path, limit_s=60)["of_a_rank"].status == "FAIL"
+
+
 def test_it_writes_at_once_counts_failures_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
     environment, written = {"commit": "abc", "has_changes": False}, []
     monkeypatch.setattr(gpu_check.machine, "gpu_environment", lambda root: dict(environment))
@@ -122,15 +155,16 @@ def test_a_fit_on_gpus_that_is_not_that_of_the_cpu_fails(tmp_path, monkeypatch):
         return [{"bits": str(rank // num_equal)} for rank in range(settings["num_ranks"])]
 
     monkeypatch.setattr(features, "run_world", run_world)
-    given, num_equal = Given(device="cuda", folder=tmp_path, limit_s=1), 8
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    given, num_equal = Given(device="cuda", folder=tmp_path, limit_s=1, num_gpus=8), 8
     assert features.fits_as_on_cpu("bf16", given)["message"].startswith("8 ranks over nccl: the same bits, 5.0e-02 of")
     with pytest.raises(AssertionError, match="agree with the CPU to"):
         features.fits_as_on_cpu("flat", given)
     num_equal = 7
     with pytest.raises(AssertionError, match="over nccl ranks must end with the same bits"):
         features.fits_as_on_cpu("int4", given)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    num_equal = 8
+    given = replace(given, num_gpus=1)
+    assert features.fits_as_on_cpu("bf16", given)["carrier"] == "gloo"
     with pytest.raises(NotHere, match="needs two GPUs"):
         features.fits_as_on_cpu("adasum", given)
     one, other = ({"a": torch.ones(2), "b": torch.tensor([1.0, last])} for last in (1.0, 1.0000001))
@@ -161,7 +195,7 @@ def test_page_archive_and_rows_say_what_was_found(tmp_path, monkeypatch):
     checks = [check(name, promise=f"what is {name}") for name in statuses][:3]
     shared = {"seconds": 1, "details": {"table": [{"arm": "<b>", "ms": 1.5}], "error": "Traceback <x>"}}
     found = [runner.CheckOutcome(name=n, status=s, message=f"{n} | x", **shared) for n, s in statuses.items()]
-    promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried: what is late."]
+    promised = ["Holds here: what is good.", "Does not hold here: what is bad.", "Not tried (1 of 3): what is late."]
     assert page.promises(checks, found) == promised
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "rank0.log").write_bytes(os.urandom(6 << 20) + b"the end")
@@ -202,5 +236,60 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(capsys, monkeypatch):
         assert end.value.code == 2
         assert words in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="--device cpu"):
+    monkeypatch.setattr(machine, "driver", lambda: "535.104.05\n535.104.05")
+    with pytest.raises(SystemExit) as end:
         gpu_check.main([])
+    words = f"built for CUDA {torch.version.cuda}, and the driver is 535.104.05"
+    assert all(each in str(end.value) for each in (words, "--device cpu"))
+
+
+def test_what_gloo_alone_has_carried_was_not_tried_over_nccl():
+    checks = [check(name, promise="sums") for name in ("flat", "two_level")]
+    outcomes = [
+        runner.CheckOutcome(name=name, status="PASS", seconds=1, message="", details={"carrier": carrier})
+        for name, carrier in (("flat", "gloo"), ("two_level", "nccl"))
+    ]
+    assert page.promises(checks[1:], outcomes)[0] == "Holds here: sums."
+    holds, _, not_tried = page.promises(checks, outcomes)
+    assert holds == "Holds here: sums over Gloo."
+    assert not_tried == "Not tried (1 of 2): sums over NCCL."
+
+
+def test_a_host_gets_one_of_the_gpus_that_a_scheduler_gave():
+    assert [hosts.visible_gpu(rank, "4,5") for rank in (0, 1)] == ["4", "5"]
+    assert hosts.visible_gpu(1, "MIG-one,MIG-two") == "MIG-two"
+    assert [hosts.visible_gpu(1, visible) for visible in (None, "")] == ["1", "1"]
+
+
+def test_a_machine_is_asked_for_its_gpus_by_a_process_of_its_own(monkeypatch):
+    for name in ("device_count", "get_device_properties", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: pytest.fail(f"{name} makes a context here"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    answer = {"gpus": ["NVIDIA H100, 80 GiB"], "capability": "9.0", "cudnn": 91002, "nccl": "2.30.7"}
+    monkeypatch.setattr(machine, "_output", lambda *command, **limits: f"a warning\n{json.dumps(answer)}")
+    environment = machine.gpu_environment(ROOT)
+    assert {name: environment[name] for name in answer} == answer
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert "gpus" not in machine.gpu_environment(ROOT)
+
+
+def test_a_queue_of_a_gpu_is_not_filled_by_updates_of_many_launches():
+    weights = [torch.zeros(2) for _ in range(567)]
+    assert updates.calls_in_a_row(lambda: [weight.add_(1) for weight in weights]) == 1
+    assert updates.calls_in_a_row(lambda: torch._foreach_add_(weights, 1)) == 20
+
+
+@pytest.mark.parametrize("fault", ["none", "a schedule that does not wait", "no skipped step"])
+def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(tmp_path, monkeypatch, fault):
+    given = Given(device="cpu", folder=tmp_path, limit_s=60)
+    if fault == "a schedule that does not wait":
+        monkeypatch.setattr(ScheduleGuard, "guard", lambda self, config: None)
+    if fault == "no skipped step":
+        monkeypatch.setattr(scales, "DynamicLossScale", lambda init_scale: DynamicLossScale())
+    if fault == "none":
+        assert scales.dynamic_scale(given)["num_skipped"] == {"lars": 1, "sgd": 1}
+        return
+    words = {"no skipped step": "one step must be skipped"}.get(fault, "the rate after step 3, 1 of them skipped")
+    with pytest.raises(AssertionError, match=words):
+        scales.dynamic_scale(given)

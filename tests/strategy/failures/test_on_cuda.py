@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import Comm, HybridAllReduceStrategy, LocalSteps, Mean
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.engine import process_groups
 from lightning_hybrid.comm.engine.in_flight import FailureLatch
 from lightning_hybrid.comm.engine.order_check import BucketOrder
+from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, HIGH_PRIORITY, LAUNCH_ORDER
@@ -30,9 +32,9 @@ def strategy_on(device_type):
     [
         (ERROR_HANDLING, "cuda", None, CLEAN_UP_ONLY),  # torch's watchdog aborts, and does not end the process
         (ERROR_HANDLING, "cuda", "1", "1"),
-        (LAUNCH_ORDER, "cuda", None, "1"),  # communicators take turns in the host's order
-        (HIGH_PRIORITY, "cuda", None, "1"),  # sums go before what backward has queued
-        (LAUNCH_ORDER, "cpu", None, None),
+        (LAUNCH_ORDER, "cuda", None, None),  # by default there is one communicator
+        (HIGH_PRIORITY, "cuda", None, None),
+        (ERROR_HANDLING, "cpu", None, None),
     ],
 )
 def test_what_nccl_reads_is_set_before_any_group_is_made(monkeypatch, name, device_type, of_the_user, expected):
@@ -47,6 +49,44 @@ def test_what_nccl_reads_is_set_before_any_group_is_made(monkeypatch, name, devi
     strategy.teardown()
     assert seen == [expected]
     assert os.environ.get(name) == of_the_user
+
+
+class Slices(nn.Module):
+    node_slices = (("one", "two"),)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "is_set"),
+    [
+        ({}, nn.Linear(1, 1), False),
+        ({"comm": Comm(algorithm="flat")}, nn.Linear(1, 1), False),
+        ({"find_unused_parameters": True}, nn.Linear(1, 1), False),
+        ({"comm": Comm(algorithm="hierarchical")}, nn.Linear(1, 1), True),
+        ({"comm": Comm(algorithm="two_level")}, nn.Linear(1, 1), True),
+        ({"between_nodes": Mean(dtype="int8")}, nn.Linear(1, 1), True),
+        ({"shard_update": "node"}, nn.Linear(1, 1), True),
+        ({"between_nodes": LocalSteps(every=2)}, nn.Linear(1, 1), True),
+        ({}, nn.Sequential(nn.Linear(1, 1), Slices()), True),
+        ({}, nn.Sequential(nn.Linear(1, 1), InfoNCE(0.1)), True),
+    ],
+    ids=str,
+)
+def test_communicators_take_turns_where_several_may_be_in_use(monkeypatch, options, module, is_set):
+    seen = []
+    monkeypatch.setattr(
+        DDPStrategy,
+        "setup_environment",
+        lambda self: seen.append([os.environ.get(name) for name in (LAUNCH_ORDER, HIGH_PRIORITY)]),
+    )
+    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
+    for name in (LAUNCH_ORDER, HIGH_PRIORITY):
+        monkeypatch.delenv(name, raising=False)
+    strategy = HybridAllReduceStrategy(parallel_devices=[torch.device("cuda", 0)], **options)
+    strategy._lightning_module = module
+    strategy.setup_environment()
+    strategy.teardown()
+    assert seen == [["1" if is_set else None] * 2]
+    assert LAUNCH_ORDER not in os.environ
 
 
 def failed_engine(device_type):

@@ -1,0 +1,59 @@
+"""Contrastive losses inside of autocast: their arithmetic is fp32 there, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.contrastive import BarlowTwins, InfoNCE, SigLIP
+from recipes.gpu.runner import Details, Given
+
+NUM_PAIRS, NUM_FEATURES = 256, 128
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "InfoNCE": lambda: InfoNCE(0.07),
+    "SigLIP": SigLIP,
+    "BarlowTwins": BarlowTwins,
+}
+
+
+def contrastive(given: Given) -> Details:
+    """Check that loss and gradients have the bits of a call outside of autocast, and nearly those of fp64."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
+    second = first + torch.randn(NUM_PAIRS, NUM_FEATURES, generator=generator)
+    pair = first.to(given.device), second.to(given.device)
+    farthest = 0.0
+    for name, make in LOSSES.items():
+        loss = make().to(given.device)
+        plain = _loss_and_gradients(loss, *pair)
+        exact = _loss_and_gradients(make().to(given.device, torch.float64), *(view.double() for view in pair))
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast(given.device, dtype=dtype):
+                inside = loss(*_leaves(*pair))
+            assert inside.dtype is torch.float32, f"{name} must be fp32 inside of autocast, and is {inside.dtype}"
+            found = _loss_and_gradients(loss, *pair, autocast=dtype)
+            for tensor, expected in zip(found, plain, strict=True):
+                assert torch.equal(tensor, expected), f"{name} must have the same bits inside of autocast to {dtype}"
+        for tensor, expected in zip(plain, exact, strict=True):
+            distance = float((tensor.double() - expected).norm() / expected.norm())
+            farthest = max(farthest, distance)
+            assert distance < 1e-4, f"{name} must agree with fp64 to 1e-4, and is {distance:.1e} of a norm apart"
+    return {"message": f"{', '.join(LOSSES)}: fp32 inside of autocast, {farthest:.0e} of a norm from fp64"}
+
+
+def _leaves(*views: Tensor) -> list[Tensor]:
+    return [view.clone().requires_grad_() for view in views]
+
+
+def _loss_and_gradients(
+    loss: nn.Module, first: Tensor, second: Tensor, *, autocast: torch.dtype | None = None
+) -> list[Tensor]:
+    a, b = _leaves(first, second)
+    with torch.autocast(a.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        value = loss(a, b)
+    value.backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    return [value.detach(), a.grad, b.grad]

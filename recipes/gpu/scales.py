@@ -1,0 +1,83 @@
+"""The dynamic loss scale and a schedule that steps with each batch: both wait on a GPU, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
+from recipes.gpu.fits import NUM_BATCHES, NUM_EPOCHS, Small, short_fit
+from recipes.gpu.runner import Details, Given
+
+NUM_STEPS = NUM_BATCHES * NUM_EPOCHS
+LOG_EVERY = 3
+MAX_RATE = 0.5
+
+
+class Scheduled(Small):
+    """The small network with `OneCycleLR`, which steps after each batch."""
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer, and the schedule of its rate and momentum."""
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one_cycle(optimizer), "interval": "step"}}
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    """Make the schedule."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=MAX_RATE, total_steps=NUM_STEPS)
+
+
+class _Rates(pl.Callback):
+    """Callback that reads rate and number of skipped steps at each logged step, where the schedule has been made."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+        self.num_skipped: dict[int, int] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Read both."""
+        if trainer.global_step % LOG_EVERY == 0:
+            self.rates[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
+            self.num_skipped[trainer.global_step] = int(trainer.precision_plugin.num_skipped_steps)  # type: ignore[attr-defined]
+
+
+def rates_by_hand(num_steps: int) -> list[float]:
+    """Return the rates before the first step and after each."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    schedule = one_cycle(optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(num_steps):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def dynamic_scale(given: Given) -> Details:
+    """Check a fit whose first loss scale is far too high: the overflow is skipped, and the schedule waits for it."""
+    by_hand = rates_by_hand(NUM_STEPS)
+    num_skipped: dict[str, int] = {}
+    for optimizer in ("lars", "sgd"):
+        read = _Rates()
+        module = Scheduled(optimizer)
+        scale = DynamicLossScale(init_scale=2.0**24)
+        strategy = HybridAllReduceStrategy(loss_scale=scale)
+        short_fit(given, module, "16-true", strategy=strategy, callbacks=[read], log_every_n_steps=LOG_EVERY)
+        assert list(read.rates) == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY)), "each logged step is read once"
+        for step, rate in read.rates.items():
+            expected = by_hand[step - read.num_skipped[step]]
+            assert rate == expected, (
+                f"{optimizer}: the rate after step {step}, {read.num_skipped[step]} of them skipped, must be "
+                f"{expected}, and is {rate}"
+            )
+        num_skipped[optimizer] = read.num_skipped[NUM_STEPS]
+        # One step at a scale of 2**24, and none after the largest gradient of the next is known.
+        assert num_skipped[optimizer] == 1, f"{optimizer}: one step must be skipped, and {num_skipped[optimizer]} were"
+        losses = torch.stack(module.losses)
+        assert losses[-4:].mean() < losses[:4].mean(), f"{optimizer}: the loss must fall, and {losses.tolist()}"
+    return {"message": f"rates of a schedule by steps; of {NUM_STEPS} steps 1 skipped", "num_skipped": num_skipped}
