@@ -8,7 +8,7 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1]
 
-EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",)}
+EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",), "search": ("optuna",)}
 """Extras of the distribution that commands need, and what each brings that is asked for."""
 
 WITHOUT_PICTURES = ("train", "pack")  # need no `report`; of `train` one callback does, and says so
@@ -28,7 +28,11 @@ def refuse_missing_extras(name: str) -> None:
     Raises:
         UsageError: One is; it says the line that installs them.
     """
-    needed = ["recipes"] if name in WITHOUT_PICTURES else list(EXTRAS)
+    needed = ["recipes"]
+    if name not in WITHOUT_PICTURES:
+        needed.append("report")
+    if name == "search":
+        needed.append("search")
     if missing := [each for extra in needed for each in EXTRAS[extra] if find_spec(each) is None]:
         message = (
             f"error: `{name}` needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "

@@ -47,7 +47,7 @@ BASES: dict[str, list[str]] = {
 WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
-    ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
+    ("recipes.hyperparams.runner", "TrialRunner", "run"),
     ("recipes.planning.gradient_timing", None, "time_gradients"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
