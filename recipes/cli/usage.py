@@ -8,10 +8,20 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1]
 
-EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",), "study": ("optuna", "scipy")}
+EXTRAS = {
+    "recipes": ("pydantic", "sklearn", "PIL"),
+    "report": ("matplotlib",),
+    "search": ("optuna",),
+    "study": ("optuna", "scipy"),
+}
 """Extras of the distribution that commands need, and what each brings that is asked for."""
 
-EXTRAS_OF = {"train": ("recipes",), "pack": ("recipes",), "study": ("recipes", "study")}
+EXTRAS_OF = {
+    "train": ("recipes",),
+    "pack": ("recipes",),
+    "search": ("recipes", "report", "search"),
+    "study": ("recipes", "study"),
+}
 """Extras of commands that draw no pictures; all others need `recipes` and `report`. A callback of `train` draws some,
 and says so."""
 

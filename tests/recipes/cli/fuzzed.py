@@ -47,7 +47,7 @@ BASES: dict[str, list[str]] = {
 WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
-    ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
+    ("recipes.hyperparams.runner", "TrialRunner", "run"),
     ("recipes.comparison.fits", "FitPool", "__enter__"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
