@@ -32,12 +32,16 @@ def note_of(message: str, cfg: DictConfig, built_key: str = "") -> str:
         cfg: configuration of the recipe.
         built_key: key of the object whose constructor raised the error; empty if it was raised later.
     """
-    parts = dict(_parts(OmegaConf.to_container(cfg, resolve=False), ""))
+    content: Any = OmegaConf.to_container(cfg, resolve=False)
+    parts = dict(_parts(content, ""))
     keys: dict[str, str] = {}
     for match in _QUOTED.finditer(message):
-        keys[f"`{match[1]}`"] = _key_of(match[1], parts, built_key)
+        if match[1] not in content:  # else it is a key of the recipe as it stands
+            keys[f"`{match[1]}`"] = _key_of(match[1], parts, built_key)
     for match in _WRITTEN.finditer(message):
         argument, class_name, field = match.groups()
+        if argument in content:
+            continue
         key = _key_of(argument, parts, built_key)
         choice = _choice_of_group(key, class_name)
         if field is not None:

@@ -299,12 +299,10 @@ class ZeroTimesTheNetwork(Toy):
 
 
 @pytest.mark.parametrize("module", [ZeroLoss, ZeroOfOtherTensors])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, precision, options, module):
+def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, precision, module):
     """The other ranks would wait for the gradients of this step until the time-out, and blame the network."""
-    seen = fit(two_ranks, module, precision=precision, raises=True, max_epochs=1, timeout_s=200.0, **options)
+    seen = fit(two_ranks, module, precision=precision, raises=True, max_epochs=1, timeout_s=200.0)
     for each in seen:
         assert "The loss on rank 1 of 2 depends on no trained parameter" in each.error
     assert "`self.net(x).sum() * 0`" in seen[1].error
