@@ -164,6 +164,7 @@ class HybridAllReduce(_Base):
             communication_plan=self.communication_plan,
             link_bytes_per_s=self._comm.link_bytes_per_s,
             is_ending=self._failures.is_failing(),
+            **({} if self._comm.elastic_fit is None else self._comm.elastic_fit.status()),
             **({} if self._extensions is None else self._extensions.status()),
         )
 

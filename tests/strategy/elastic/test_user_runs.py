@@ -88,9 +88,10 @@ class Falls(Rises):
     ("changes", "changes_of_b", "last_step"),
     [
         ({}, {"callbacks": stops_after_ten}, 10),
+        ({"trainer": {"precision": "16-true"}}, {"callbacks": stops_after_ten}, 10),
         ({"callbacks": early_stopping, "module": Rises}, {"module": Falls}, 32),
     ],
-    ids=["in_a_step", "by_its_own_value"],
+    ids=["in_a_step", "in_half_precision", "by_its_own_value"],
 )
 def test_all_hosts_stop_after_the_same_step_where_one_wants_to(
     tmp_path: Path, changes: dict[str, Any], changes_of_b: dict[str, Any], last_step: int
