@@ -159,6 +159,7 @@ class HybridAllReduce(_Base):
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
             link_bytes_per_s=self._options.report.link_bytes_per_s,
+            **({} if self._comm.elastic_fit is None else self._comm.elastic_fit.status()),
             **({} if self._extensions is None else self._extensions.status()),
         )
 

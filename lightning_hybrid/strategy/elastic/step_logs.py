@@ -103,7 +103,10 @@ class EpochLogs:
                 values = {
                     name: values[name] for name in ("_forward_cache", "has_reset") if _is_shared(one) and name in values
                 }
-            vars(one).update(_on_device(values, one.device))
+            value = vars(one).get("value")
+            # Lightning moves values, and leaves `device` of what it logs as it was.
+            device = value.device if isinstance(value, Tensor) else one.device
+            vars(one).update(_on_device(values, device))
         if not self._is_first:
             return
         self._unseen = found["epoch"], found["values"]

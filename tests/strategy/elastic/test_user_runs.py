@@ -88,9 +88,10 @@ class Falls(Rises):
     ("changes", "changes_of_b", "last_step"),
     [
         ({}, {"callbacks": stops_after_ten}, 10),
+        ({"trainer": {"precision": "16-true"}}, {"callbacks": stops_after_ten}, 10),
         ({"callbacks": early_stopping, "module": Rises}, {"module": Falls}, 32),
     ],
-    ids=["in_a_step", "by_its_own_value"],
+    ids=["in_a_step", "in_half_precision", "by_its_own_value"],
 )
 def test_all_hosts_stop_after_the_same_step_where_one_wants_to(
     tmp_path: Path, changes: dict[str, Any], changes_of_b: dict[str, Any], last_step: int
@@ -200,18 +201,20 @@ def forgets_rows(folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_rows_of_a_csv_file_outlive_the_host_that_has_written_them(tmp_path: Path) -> None:
-    scene = UserScene(max_steps=30, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1)
+    scene = UserScene(
+        max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,)
+    )
     run = UserHosts(tmp_path, scene)
     run.start("a")
     run.wait("steps of a", run.has_made(3, "a"))
     run.start("b")
     run.wait("both", run.has_made(4, "a", "b", num_hosts=2))
-    time.sleep(1.0)
+    run.wait("rows that b has forgotten", run.has_made(25, "a", "b"))
     run.kill("a")
     run.finish("b")
     with (tmp_path / "logs/x/version_0/metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["loss"]]
-    assert {int(row["step"]) for row in rows} == set(range(30))
+    assert {int(row["step"]) for row in rows} == set(range(60))
     of_step: dict[str, set[str]] = {}
     for row in rows:
         of_step.setdefault(row["step"], set()).add(row["loss"])

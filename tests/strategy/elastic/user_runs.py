@@ -241,6 +241,19 @@ class UserHosts(recovery.Hosts):
         self.look()
         return [row for row in self.rows if row["event"] == event and host in (None, row["host"])]
 
+    def wait(self, what: str, is_there: Any, **limits: Any) -> None:
+        """Wait until something is so; an error of a host ends it."""
+
+        def is_there_or_failed() -> bool:
+            if is_there():
+                return True
+            errors = [f"host {row['host']}: {row['error']}" for row in self.rows if row["event"] == "error"]
+            if errors:
+                raise RuntimeError(f"{what}: {'; '.join(errors)}")
+            return False
+
+        super().wait(what, is_there_or_failed, **limits)
+
     def has_ended(self, *hosts: str) -> Callable[[], bool]:
         """Return what says whether all of these have ended."""
         return lambda: all(self.events("over", host) for host in hosts)
