@@ -94,6 +94,7 @@ class Scene:
     max_hosts: int = NUM_SHARDS
     silent_s: float = 2.0
     widths: Mapping[str, int] = field(default_factory=dict)  # of networks that are not that of the others, by host
+    join_ends_view: bool = True  # False: who asks to join is refused, and has ended before the others begin the step
 
     @property
     def first_hosts(self) -> list[str]:
@@ -223,7 +224,9 @@ class Injector:
                 continue
             if event.host != self.host:
                 (self.folder / f"at_{step}").touch()
-                if not isinstance(event, Cut):  # that they see in a sum which does not end
+                if isinstance(event, Join) and not self.scene.join_ends_view:
+                    wait_for(lambda event=event: (self.folder / f"end_{event.host}_0").exists())
+                elif not isinstance(event, Cut):  # that they see in a sum which does not end
                     self.wait_for_end_of_view()
             elif isinstance(event, Loss):
                 die()
