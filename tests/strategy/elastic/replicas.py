@@ -279,8 +279,8 @@ class MembershipThatBegins(Membership):
     def __init__(self, **options: Any) -> None:
         super().__init__(wait_s=0.3, **options)
 
-    def enter(self, committed: int, *, timeout_s: float) -> View:
-        view = self.next_view(committed, timeout_s=timeout_s)
+    def enter(self, *args: Any, **options: Any) -> View:
+        view = self.next_view(*args, **options)
         if isinstance(self._part, Host):
             self._part.machine._min_hosts = 1
         return view
