@@ -358,10 +358,10 @@ masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     if not isinstance(data, Mapping):
         return
     root = data.get("root")
-    if data.get("_target_") == fashion_mnist_files.DATA_MODULE and _is_path(root):
-        fashion_mnist_files.check_files(root, name="data.root")
-    else:
+    if data.get("_target_") != fashion_mnist_files.DATA_MODULE:
         _check_folder("data.root", root, "that contains train/ and val/")
+    elif _is_path(root):
+        fashion_mnist_files.check_files(str(root), name="data.root")
 
 
 def _is_path(root: Any) -> bool:

@@ -181,7 +181,7 @@ def test_a_host_that_is_lost_for_sure_does_not_become_silent(how):
 
 
 def test_a_host_that_was_left_out_is_not_invited_again():
-    """It ends once it reads that it is out. Its request to join may be read late, and it starts as another host."""
+    """Its request to join may be read late. It ends once it reads that it is out, and starts again as another host."""
     a, b, c = map(key_of, "abc")
     machine = in_a_view_of(a, b, me=a)
     machine.lose(b, "silent", "b is silent")
