@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         MasterWeightPrecision,
         ShardedHalfPrecision,
     )
+    from lightning_hybrid.flavours.lightning_pytorch_elastic import HybridElasticStrategy
     from lightning_hybrid.flavours.lightning_pytorch_pipeline import HybridPipelineStrategy
     from lightning_hybrid.precision.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-    from lightning_hybrid.strategy.elastic.option import Elastic
     from lightning_hybrid.strategy.extension import FitContext, FitExtension
     from lightning_hybrid.strategy.options import Adasum, Comm, LocalSteps, Mean, Report
 
@@ -31,10 +31,10 @@ __all__ = [
     "Comm",
     "DurableCheckpointIO",
     "DynamicLossScale",
-    "Elastic",
     "FitContext",
     "FitExtension",
     "HybridAllReduceStrategy",
+    "HybridElasticStrategy",
     "HybridPipelineStrategy",
     "LocalSteps",
     "LossScale",
@@ -47,7 +47,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _PLACES = {
-    "Elastic": "strategy.elastic.option",
+    "HybridElasticStrategy": "flavours.lightning_pytorch_elastic",
     "HybridPipelineStrategy": "flavours.lightning_pytorch_pipeline",
     **dict.fromkeys(("DynamicLossScale", "LossScale", "StaticLossScale"), "precision.loss_scale"),
     **dict.fromkeys(("FitContext", "FitExtension"), "strategy.extension"),

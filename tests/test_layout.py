@@ -31,7 +31,7 @@ ARROWS = {
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,
     "comm.health": OF_COMM,
-    "comm.membership": set(),
+    "elastic.membership": set(),
     "comm.stats": OF_COMM,
     "run_status": {"comm.health", "comm.stats", "optim.dtensor", "precision"},
     "precision": set(),

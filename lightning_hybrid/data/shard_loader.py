@@ -53,7 +53,7 @@ class ShardLoader:
             source = _SourceOfUser(loader, reader)
         else:
             raise ValueError(
-                f"`elastic` cannot deal the batches of the training loader (={_name_of(loader)}) to other ranks: "
+                f"An elastic run cannot deal the batches of the training loader (={_name_of(loader)}) to other ranks: "
                 "its order must follow from seed and epoch. Give a loader of `lightning_hybrid.data`, or a "
                 "`DataLoader` without a batch sampler of its own, whose sampler is left to Lightning, or is a "
                 "`DistributedSampler`."

@@ -31,7 +31,11 @@ class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # noqa: D101
     _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
 
 
+_MODULES = {"HybridElasticStrategy": "elastic", "HybridPipelineStrategy": "pipeline"}
+"""Strategies in modules of their own: other runs import nothing of them."""
+
+
 def __getattr__(name: str) -> object:
-    if name != "HybridPipelineStrategy":  # in a module of its own: other runs import nothing of a pipeline
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}_pipeline"), name)
+    return getattr(import_module(f"{__name__}_{_MODULES[name]}"), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,15 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
-if TYPE_CHECKING:
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
-    from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
-
-
 _WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric"}
 """Features of options that need no process group of their own."""
+
+
+BucketHook = Callable[..., Any]
+
+
+def _unwrapped(hook: BucketHook) -> BucketHook:
+    return hook
 
 
 class CommSetup:
@@ -48,6 +50,8 @@ class CommSetup:
         engine_options: Arguments of the engine that extensions ask for.
         engine: The engine of this fit, from when its module is in DDP until `close`.
         hook_state: The state of DDP's hook, for as long.
+        engine_type: The class of the engine. A strategy may set another one after `begin`.
+        wrap_hook: Returns the hook for DDP, from the one that averages a bucket. A strategy may set it after `begin`.
     """
 
     topology: Topology
@@ -61,9 +65,8 @@ class CommSetup:
         self.engine_options: dict[str, Any] = {}
         self.engine: CommEngine | None = None
         self.hook_state: HookState | None = None
-        self.elastic_fit: ElasticFit | None = None
-        self.held_loggers: HeldLoggers | None = None
-        self.is_first: bool | None = None  # of all ranks of an elastic run, also after its fit
+        self.engine_type: type[CommEngine] = CommEngine
+        self.wrap_hook: Callable[[BucketHook], BucketHook] = _unwrapped
         self._timeout: timedelta | None = None
         self._work_group: dist.ProcessGroup | None = None
 
@@ -91,15 +94,13 @@ class CommSetup:
             rank=rank, world_size=world_size, ranks_per_node=self.options.ranks_per_node
         )
 
-    def begin(self, rank: int, world_size: int, device: torch.device, timeout: timedelta | None) -> None:
-        """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
-        self.device, self._timeout, self.plan, self.engine_options = device, timeout, self.options.plan, {}
-        self._rank = rank
-        if self.options.elastic is None:
-            self.topology = self.topology_of(rank, world_size)
-        else:  # of all hosts that may come; `rank` and `world_size` are those of one
-            most = world_size * self.options.elastic.max_hosts
-            self.topology = Topology.from_ranks_per_node(rank=rank, world_size=most, ranks_per_node=world_size)
+    def begin(self, topology: Topology, device: torch.device, timeout: timedelta | None) -> None:
+        """Prepare for a fit over the ranks of a topology."""
+        self.topology = topology
+        self.device = device
+        self.plan = self.options.plan
+        self.engine_options = {}
+        self._timeout = timeout
 
     def find_plan(self, module: nn.Module) -> None:
         """Make the plan for the topology and this module."""
@@ -137,7 +138,7 @@ class CommSetup:
         """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
         assert self._timeout is not None
         self.topology = self.topology if replicas is None else replicas.own
-        engine = (CommEngine if self.elastic_fit is None else self.elastic_fit.engine_type)(
+        engine = self.engine_type(
             topology=self.topology,
             plan=self.plan,
             timeout=self._timeout,
@@ -158,9 +159,8 @@ class CommSetup:
     ) -> HookState:
         """Let this engine average what DDP, if any, puts into buckets; `parameters`: as in `HookState`: the result."""
         state = HookState(engine=engine, comm_dtype=self.options.comm.on_wire, parameters=parameters)
-        elastic = self.elastic_fit
         if wrapped is not None:
-            wrapped.register_comm_hook(state, self.bucket_hook if elastic is None else elastic.hook(self.bucket_hook))
+            wrapped.register_comm_hook(state, self.wrap_hook(self.bucket_hook))
         return state
 
     def before_batch(self, module: Any) -> None:
@@ -178,16 +178,16 @@ class CommSetup:
 
     def close(self, optimizers: Sequence[Optimizer]) -> None:
         """Join the engine's threads, write its timeline, destroy its groups and that of shared work."""
-        engine, elastic, self.engine, self.elastic_fit = self.engine, self.elastic_fit, None, None
+        engine = self.engine
+        self.engine = None
         self.hook_state = None  # a codec's buckets are as large as all gradients
+        self.engine_type = CommEngine
+        self.wrap_hook = _unwrapped
         try:
-            for part in (elastic, self.held_loggers):
-                if part is not None:
-                    part.end()
             if engine is not None:
                 engine.close()
                 if self.options.trace_dir is not None:
-                    engine.trace.write_if_possible(self.options.trace_dir, rank=self._rank)
+                    engine.trace.write_if_possible(self.options.trace_dir, rank=self.topology.rank)
         finally:
             group, self._work_group = self._work_group, None
             if group is not None:

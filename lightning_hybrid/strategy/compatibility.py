@@ -37,7 +37,6 @@ CURES = {
     "algorithm": "leave `comm.algorithm` out",
     "planner": "leave `comm.plan` out",
     "extensions": "leave `extensions` out",
-    "elastic": "leave `elastic` out",
     "unused parameters": "leave `find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
@@ -57,10 +56,6 @@ CURES = {
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
-    "ranks per node": "leave `strategy.ranks_per_node` out",
-    "several nodes": "launch each host by itself, with Trainer(num_nodes=1) and torchrun --nnodes=1",
-    "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and let the data set change in a hook",
-    "inexact resume": "leave `strategy.exact_resume` out",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
@@ -102,26 +97,7 @@ EXCLUDED = tuple(
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
         ("local steps", "node slices", "it averages weights that every rank has whole"),
-        ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
-        ("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
-        ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
-        ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
-        ("world update", "elastic", "a lost host takes its parts of masters and optimizer state with it"),
-        ("extensions", "elastic", "they are given groups and ranks that stay"),
-        ("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
-        ("inexact resume", "elastic", "a host that joins takes its place in the data from the others"),
         # with what the run has
-        (
-            "several nodes",
-            "elastic",
-            "each host is a launch of its own, and a launch over several is lost as a whole",
-        ),
-        ("reloaded loaders", "elastic", "a host that joins in mid-epoch could not load what the others have loaded"),
-        ("manual optimization", "elastic", "the closure of a step is what is run again"),
-        ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
-        ("global batch", "elastic", "it compares the pairs of all ranks that were launched, and these change"),
-        ("SyncBatchNorm", "elastic", "it waits for ranks in the middle of a forward"),
-        ("GradientAccumulationScheduler", "elastic", "a step has max_hosts x devices batches"),
         ("unequal nodes", "local steps", "each node counts as much in the average"),
         ("unequal nodes", "shard update", "the parts of a tensor are the same on every node"),
         ("unequal nodes", "node slices", "a slice is the same on every node"),
@@ -152,7 +128,13 @@ EXCLUDED = tuple(
 )
 
 
-def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseException] = ValueError) -> None:
+def refuse_excluded(
+    found: Mapping[str, str],
+    *,
+    rows: Iterable[Exclusion] = EXCLUDED,
+    cures: Mapping[str, str] = CURES,
+    error: Callable[[str], BaseException] = ValueError,
+) -> None:
     """Check that nothing found in options and run excludes another; `found`: `name` (=value) by the names of `CURES`.
 
     Raises:
@@ -163,9 +145,9 @@ def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseExce
     ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
 to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
     """
-    for one, other, why in EXCLUDED:
+    for one, other, why in rows:
         if one in found and other in found:
-            cure = f"{CURES[one][0].upper()}{CURES[one][1:]}, or {CURES[other]}"
+            cure = f"{cures[one][0].upper()}{cures[one][1:]}, or {cures[other]}"
             raise error(f"{found[one]} and {found[other]} exclude each other: {why}. {cure}.")
 
 

@@ -32,16 +32,15 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.compatibility import warn_of_coupled_batches
-from lightning_hybrid.strategy.elastic.option import Elastic
-from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
-from lightning_hybrid.strategy.factories import elastic_for, loggers_for, made_for
+from lightning_hybrid.strategy.factories import made_for
 from lightning_hybrid.strategy.failures import (
     FailureReports,
     SigtermOnAnyRank,
     refuse_after_failure,
     use_own_names,
 )
+from lightning_hybrid.strategy.loaders import TrainingLoaders
 from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
@@ -73,7 +72,6 @@ class HybridAllReduce(_Base):
         loss_scale: for `"16-true"`: `"dynamic"` (default), a power of two, or a `LossScale`.
         report: what the run says of its communication: `Report(...)`.
         extensions: what makes the extensions of a fit, such as their classes; they come after those of options.
-        elastic: `Elastic(...)`: the run goes on when a host is lost, and takes in one that comes.
         exact_resume: whether a user's `DataLoader` resumes in mid-epoch with the images that were left, or as in `ddp`.
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
@@ -91,6 +89,10 @@ class HybridAllReduce(_Base):
     registered_name = STRATEGY_NAME
     _kind: StrategyKind = "data parallel"
     _watchdog_type: type[SetupWatchdog] = SetupWatchdog
+    _loaders_type: type[TrainingLoaders] = TrainingLoaders
+    saves_residuals = True
+    """Whether checkpoints hold the residuals of error feedback."""
+
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
     checkpoint_io = durable_by_default
@@ -105,7 +107,6 @@ class HybridAllReduce(_Base):
         report: Report = Report(),  # noqa: B008
         extensions: Sequence[Callable[[FitContext], FitExtension]] | None = None,
         exact_resume: bool = True,
-        elastic: Elastic | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -129,11 +130,10 @@ class HybridAllReduce(_Base):
             loss_scale=loss_scale,
             report=report,
             extensions=extensions,
-            elastic=elastic,
         )
         self._comm = CommSetup(self._options)
         self._failures = FailureReports()
-        self._loaders = TrainingLoaders(exact_resume)
+        self._loaders = self._loaders_type(exact_resume)
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False
@@ -152,21 +152,20 @@ class HybridAllReduce(_Base):
     @property
     def run_status(self) -> RunStatus:
         """The state of the run that callbacks may read."""
-        return RunStatus(
-            optimizer_steps=() if self._half is None else self._half.optimizer_steps,
-            window=self._window,
-            has_grad_scaler=has_grad_scaler(self.precision_plugin),
-            comm_trace=self.comm_trace,
-            communication_plan=self.communication_plan,
-            link_bytes_per_s=self._options.report.link_bytes_per_s,
-            **({} if self._comm.elastic_fit is None else self._comm.elastic_fit.status()),
-            **({} if self._extensions is None else self._extensions.status()),
-        )
+        return RunStatus(**self._run_status_fields())
 
-    @property
-    def has_exact_resume(self) -> bool:
-        """Whether a user's `DataLoader` resumes in the middle of an epoch with the images that were left."""
-        return self._loaders.is_on
+    def _run_status_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "optimizer_steps": () if self._half is None else self._half.optimizer_steps,
+            "window": self._window,
+            "has_grad_scaler": has_grad_scaler(self.precision_plugin),
+            "comm_trace": self.comm_trace,
+            "communication_plan": self.communication_plan,
+            "link_bytes_per_s": self._options.report.link_bytes_per_s,
+        }
+        if self._extensions is not None:
+            fields |= self._extensions.status()
+        return fields
 
     @property
     def comm_trace(self) -> CommTrace | None:
@@ -221,7 +220,6 @@ class HybridAllReduce(_Base):
         has_several = self._comm.has_several_communicators(self._module)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
-        self._comm.held_loggers = loggers_for(self)
         self._failures.watch_setup(self._watchdog_type, self.root_device, self._timeout)
 
     def set_world_ranks(self) -> None:
@@ -244,8 +242,8 @@ class HybridAllReduce(_Base):
         if trainer.state.fn == "fit":
             refuse_nothing_to_train(self._module)
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
-            self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
-            self._comm.elastic_fit, self._extensions = elastic_for(self), made_for(self)
+            self._begin_communication()
+            self._extensions = made_for(self)
             self._loaders.begin(trainer, self._share_of_data())
         super().setup(trainer)
         if self._failures.engine is not None:
@@ -255,20 +253,19 @@ class HybridAllReduce(_Base):
             self._comm.warn_of_reduction(self.optimizers)
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
 
+    def _begin_communication(self) -> None:
+        """Find the topology of a fit. Collective, unless the user said it by `ranks_per_node`."""
+        self._comm.begin(self._comm.topology_of(self.global_rank, self.world_size), self.root_device, self._timeout)
+
     def _share_of_data(self) -> dict[str, Any]:
         """Return how many ranks read different data, and the number of this one."""
-        if self._options.elastic is None:
-            share: dict[str, Any] = self.distributed_sampler_kwargs
-            return share
-        # Of all hosts that may come. Which shards are this rank's is known once hosts have met.
-        return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
+        share: dict[str, Any] = self.distributed_sampler_kwargs
+        return share
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """Whether gradients are summed over several ranks: of an elastic run those of all hosts that may come."""
-        if self._options.elastic is None:
-            return bool(self.world_size > 1)
-        return self._comm.topology.world_size > 1
+        """Whether gradients are summed over several ranks."""
+        return bool(self.world_size > 1)
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Hide, while the module is moved, what is not on this rank."""
@@ -312,15 +309,13 @@ class HybridAllReduce(_Base):
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
-        if self._comm.elastic_fit is not None:
-            self._comm.elastic_fit.note_optimizers(self.optimizers)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Put a prefetcher around the loader, unless the user moves batches by hooks of their own."""
         dtype = None if self._window is None else self._window.dtype
         made = super().process_dataloader(dataloader)
-        return self._loaders.process(made, self._module, self.root_device, dtype, self._comm.elastic_fit)
+        return self._loaders.process(made, self._module, self.root_device, dtype)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -378,13 +373,11 @@ class HybridAllReduce(_Base):
     def _flush_backward(self, closure_loss: torch.Tensor) -> None:
         """End DDP's own work for a backward, after which gradients are averages."""
         super().post_backward(closure_loss)
-        if self._comm.elastic_fit is not None:
-            self._comm.elastic_fit.after_backward()
 
     def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
         """Check that no other rank waits for the gradients of a backward that has handed over no bucket."""
         is_averaged = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
-        if is_averaged and self.world_size > 1 and self._comm.elastic_fit is None:
+        if is_averaged and self.world_size > 1:
             refuse_loss_without_parameters(closure_loss, rank=self.global_rank, world_size=self.world_size)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -417,19 +410,6 @@ class HybridAllReduce(_Base):
         """Wait as DDP; not on a rank that an error ends, as others do not come."""
         if not self._failures.is_alone():
             super().barrier(*args, **kwargs)
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return super().is_global_zero if self._comm.is_first is None else self._comm.is_first
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce as DDP; within an elastic step what is logged is added up over all shards at the step's end."""
-        # A method, and no wrapper: Lightning compares it between two calls of `log`, in two fits too.
-        elastic_fit = self._comm.elastic_fit
-        if elastic_fit is not None and elastic_fit.is_in_step:
-            return tensor
-        return super().reduce(tensor, *args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""
@@ -498,7 +478,7 @@ class HybridAllReduce(_Base):
         finally:
             self._failures.engine = None
             try:
-                self._comm.close(self.optimizers)
+                self._close_communication()
             finally:
                 if self._half is not None:
                     self._half.end_run()
@@ -508,6 +488,10 @@ class HybridAllReduce(_Base):
                     self._failures.end(self.lightning_module)
                     with self._hidden():
                         super().teardown()
+
+    def _close_communication(self) -> None:
+        """End the communication of a fit."""
+        self._comm.close(self.optimizers)
 
     def _put_back(self) -> None:
         """Give the module back what a fit has taken from it."""

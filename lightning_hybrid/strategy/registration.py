@@ -15,6 +15,13 @@ from typing import Any
 
 STRATEGY_NAME = "hybrid_allreduce"
 PIPELINE_NAME = "hybrid_pipeline"
+ELASTIC_NAME = "hybrid_elastic"
+
+_DESCRIPTIONS = {
+    STRATEGY_NAME: "Hybrid all-reduce data parallel",
+    PIPELINE_NAME: "Pipeline of stages",
+    ELASTIC_NAME: "Data parallel that continues without a lost host",
+}
 
 # The module that has the registry, its name there, and where our class is.
 _REGISTRIES = {
@@ -35,13 +42,14 @@ def register_everywhere() -> None:
 
 def register_names(registry: Any, strategy: Any, name: str = STRATEGY_NAME) -> None:
     """Register a name and the variants that `ddp` has; `strategy`: the class, or what makes one."""
-    about = "Pipeline of stages" if name == PIPELINE_NAME else "Hybrid all-reduce data parallel"
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         full = f"{name}{suffix}"
         if full in registry:
             continue
-        description = f"{about}, start_method={start_method}"
+        description = f"{_DESCRIPTIONS[name]}, start_method={start_method}"
         registry.register(full, strategy, description=description, start_method=start_method)
+        if name == ELASTIC_NAME:  # which refuses to look for unused parameters
+            continue
         for unused in (False, True):
             registry.register(
                 f"{full}_find_unused_parameters_{str(unused).lower()}",
@@ -60,6 +68,7 @@ def _register(module: ModuleType) -> None:
         register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
         if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run
             register_names(registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME)
+            register_names(registry, partial(_strategy_of, flavour, "HybridElasticStrategy"), ELASTIC_NAME)
         _suggest_names(registry)
     except Exception as error:  # of a version that we do not know: its import must not fail because of us
         warnings.warn(f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}", stacklevel=2)
@@ -111,7 +120,7 @@ def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
     if spelling.startswith("hybrid") and STRATEGY_NAME.startswith(spelling):
         return STRATEGY_NAME
     for name in difflib.get_close_matches(spelling, names, n=1):
-        if name.startswith((STRATEGY_NAME, PIPELINE_NAME)):
+        if name.startswith(tuple(_DESCRIPTIONS)):
             return name
     return None
 

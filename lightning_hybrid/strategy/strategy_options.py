@@ -18,7 +18,6 @@ from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
 from lightning_hybrid.strategy.compatibility import refuse_excluded
-from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.extension import FitContext, FitExtension
 from lightning_hybrid.strategy.options import (
     Adasum,
@@ -31,11 +30,15 @@ from lightning_hybrid.strategy.options import (
 )
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
-StrategyKind = Literal["data parallel", "pipeline", "Fabric"]
+StrategyKind = Literal["data parallel", "elastic", "pipeline", "Fabric"]
 ShardUpdate = Literal["off", "node", "world"]
 ExtensionFactory = Callable[[FitContext], FitExtension]
 
-_NAMES_OF_KINDS: dict[StrategyKind, str] = {"pipeline": "a pipeline", "Fabric": "Fabric's strategy"}
+_NAMES_OF_KINDS: dict[StrategyKind, str] = {
+    "elastic": "`strategy` (='hybrid_elastic')",
+    "pipeline": "a pipeline",
+    "Fabric": "Fabric's strategy",
+}
 
 _HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _OPTIONS_OF_THE_STRATEGY = (
@@ -62,7 +65,6 @@ class StrategyOptions:
         loss_scale: The loss scale for fp16, or None for the default.
         report: The options of reports.
         extensions: Factories of the user's extensions.
-        elastic: The options of a run that continues without a lost host, or None.
         ddp_options: Keyword arguments for `DistributedDataParallel`.
     """
 
@@ -75,7 +77,6 @@ class StrategyOptions:
     loss_scale: LossScale | None
     report: Report
     extensions: tuple[ExtensionFactory, ...]
-    elastic: Elastic | None
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -92,7 +93,6 @@ class StrategyOptions:
         loss_scale: str | float | LossScale | None = None,
         report: Report = Report(),  # noqa: B008
         extensions: Iterable[ExtensionFactory] | None = None,
-        elastic: Elastic | None = None,
     ) -> StrategyOptions:
         """Check what a user gave a strategy, before any process group exists.
 
@@ -107,7 +107,6 @@ class StrategyOptions:
             loss_scale: As in `HybridAllReduceStrategy`.
             report: As in `HybridAllReduceStrategy`.
             extensions: As in `HybridAllReduceStrategy`.
-            elastic: As in `HybridAllReduceStrategy`.
 
         Raises:
             ValueError: An option does not exist, has a value that cannot work, or excludes another one.
@@ -116,15 +115,11 @@ class StrategyOptions:
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
         require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
-        if elastic is not None:
-            require_value("elastic", elastic, (Elastic,), "Elastic(max_hosts=4, meet='10.0.0.1:29400')")
 
         ddp_options = dict(ddp_kwargs)
         comm = _with_bucket_cap(comm, ddp_options.pop("bucket_cap_mb", None))
         plan = comm.made_plan()
         ddp_options["bucket_cap_mb"] = plan.bucket_bytes / 2**20
-        if elastic is not None:
-            _leave_buffers_to_elastic(ddp_options)
 
         parsed_scale = None
         if loss_scale is not None:
@@ -140,7 +135,6 @@ class StrategyOptions:
             loss_scale=parsed_scale,
             report=report,
             extensions=_parse_extensions(extensions),
-            elastic=elastic,
             ddp_options=ddp_options,
         )
         refuse_excluded(options.features())
@@ -200,8 +194,6 @@ class StrategyOptions:
             features["unused parameters"] = "`find_unused_parameters` (=True)"
         if self.extensions:
             features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
-        if self.elastic is not None:
-            features["elastic"] = f"`elastic` (={self.elastic!r:.80})"
         if self.ranks_per_node is not None:
             features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
         if self.kind in _NAMES_OF_KINDS:
@@ -220,16 +212,6 @@ def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
             "Keep `comm.bucket_bytes`."
         )
     return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
-
-
-def _leave_buffers_to_elastic(ddp_options: dict[str, Any]) -> None:
-    """Turn DDP's broadcast of buffers off: an elastic run shares them over all hosts by itself."""
-    ddp_options.pop("broadcast_buffers", None)
-    name = "broadcast_buffers"
-    # torch 2.15 warns of the old name.
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        name = "forward_sync_buffers"
-    ddp_options[name] = False
 
 
 def _parse_ranks_per_node(ranks_per_node: Any) -> int | None:

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import SumMetric
 
-from lightning_hybrid import Elastic
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from tests.contrastive.networks import (
     CHUNK,

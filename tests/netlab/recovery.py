@@ -70,10 +70,10 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     from lightning_hybrid import HybridAllReduceStrategy
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
-    from lightning_hybrid.comm.membership.view import IsolatedError
+    from lightning_hybrid.elastic.membership.view import IsolatedError
     from lightning_hybrid.optim import LARS
-    from lightning_hybrid.strategy.elastic import elastic_fit, views
-    from lightning_hybrid.strategy.elastic.option import Elastic
+    from lightning_hybrid.elastic import elastic_fit, views
+    from lightning_hybrid.elastic.options import Elastic
     from lightning_hybrid.strategy.options import Mean
     from recipes.datasets.digits import DigitsDataModule
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import callbacks
 from torch import nn
 
-from lightning_hybrid import Adasum, Comm, Elastic, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
+from lightning_hybrid import Adasum, Comm, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps, Mean
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.contrastive import InfoNCE
 from lightning_hybrid.flavours import fabric
@@ -36,7 +36,6 @@ ASKED = {
     "planner": {"comm": Comm(plan=Plans())},
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
-    "elastic": {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400")},
     "ranks per node": {"ranks_per_node": 1},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}

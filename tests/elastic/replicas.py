@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hybrid import HybridAllReduceStrategy
-from lightning_hybrid.comm.membership.connections import Connection
-from lightning_hybrid.comm.membership.host import Host
-from lightning_hybrid.comm.membership.membership import Membership
-from lightning_hybrid.comm.membership.view import IsolatedError, RefusedError, View
+from lightning_hybrid.elastic.membership.connections import Connection
+from lightning_hybrid.elastic.membership.host import Host
+from lightning_hybrid.elastic.membership.membership import Membership
+from lightning_hybrid.elastic.membership.view import IsolatedError, RefusedError, View
 from lightning_hybrid.data.random_streams import seed_streams
-from lightning_hybrid.strategy.elastic import elastic_fit, views
-from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.elastic import elastic_fit, views
+from lightning_hybrid.elastic.options import Elastic
 from lightning_hybrid.strategy.options import Comm
 from tests.rank_pool import warm_context
 

@@ -23,8 +23,8 @@ def without_torch():
 
 
 def main(host, local, ranks_per_host, meet, min_hosts, max_hosts, silent_s, wait_s):
-    from lightning_hybrid.comm.membership.membership import Membership
-    from lightning_hybrid.comm.membership.view import IsolatedError
+    from lightning_hybrid.elastic.membership.membership import Membership
+    from lightning_hybrid.elastic.membership.view import IsolatedError
 
     def say(event, **more):
         line = json.dumps({"t": time.time(), "host": host, "local": int(local), "event": event, **more})

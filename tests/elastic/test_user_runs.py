@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hybrid.callbacks.replica_check import ReplicaCheck
-from tests.strategy.elastic.user_runs import Net, UserHosts, UserScene, undisturbed, wanted_images
+from tests.elastic.user_runs import Net, UserHosts, UserScene, undisturbed, wanted_images
 
 
 def test_a_host_that_joins_in_mid_epoch_reads_its_shard_from_there(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def csv_of_a_version(folder: Path) -> list[Any]:
 
 
 def forgets_rows(folder: Path) -> list[Any]:
-    from lightning_hybrid.strategy.elastic import held_loggers
+    from lightning_hybrid.elastic import held_loggers
 
     held_loggers.KEEP_S = 0.5
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_hybrid.strategy.exact_resume.rank_states import states_of_all_ran
 if TYPE_CHECKING:
     from lightning_hybrid.data.batch_counters import ResumedPlace
     from lightning_hybrid.data.exact_resume import ExactResume
-    from lightning_hybrid.data.place import Place
+    from lightning_hybrid.data.place import IteratorsOfTraining, Place
 
 _KEY = "exact_resume"  # of a checkpoint; in Lightning's own entry `ddp` would refuse states of loaders that have none
 
@@ -82,46 +82,49 @@ class TrainingLoaders:
         if trainer.ckpt_path is not None:
             trainer.fit_loop._combined_loader = None
 
-    def process(
-        self,
-        loader: Any,
-        module: Any,
-        device: torch.device,
-        compute_dtype: torch.dtype | None,
-        elastic: Any | None = None,
-    ) -> Any:
-        """Return the loader that Lightning iterates over in place of `loader`; `elastic` deals training's."""
-        from lightning_hybrid.data.batch_counters import uncount_cut_epoch
-        from lightning_hybrid.data.exact_loader import can_be_exact, exact
-        from lightning_hybrid.data.place import IteratorsOfTraining
+    def process(self, loader: Any, module: Any, device: torch.device, compute_dtype: torch.dtype | None) -> Any:
+        """Return the loader that Lightning iterates over in place of a user's.
+
+        A training loader resumes exactly in mid-epoch. All loaders put batches on the device in time.
+        """
         from lightning_hybrid.data.prefetch import prefetch, unwrapped
 
         trainer = module.trainer
-        is_of_fit = trainer.state.fn == "fit" and trainer.training
-        if is_of_fit:
+        is_of_training = trainer.state.fn == "fit" and trainer.training
+        moves_batches = user_moves_batches(module)
+
+        def with_prefetcher(inner: Any, is_training: IteratorsOfTraining | None = None) -> Any:
+            # Users who move batches by hooks of their own receive the host's.
+            if moves_batches:
+                return inner
+            return prefetch(inner, device, compute_dtype, is_training)
+
+        if is_of_training:
             loader = unwrapped(loader)
         if hasattr(loader, "bind_trainer"):  # one of `data`, which resumes where the trainer's counters are
             loader.bind_trainer(trainer)
-            self._has_loader_of_data = is_of_fit and elastic is None
+            self._has_loader_of_data = is_of_training and self._resumes_by_counters()
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
-        moves_batches = user_moves_batches(module)
-        if elastic is not None and is_of_fit and elastic.deals_loaders:
-            uncount_cut_epoch(trainer)
+        if not is_of_training:
+            return with_prefetcher(loader)
+        return self._wrap_training_loader(loader, with_prefetcher)
 
-            def prepare(shard: Any) -> Any:
-                return shard if moves_batches else prefetch(shard, device, compute_dtype)
+    def _resumes_by_counters(self) -> bool:
+        """Return whether a loader of `data` takes its place from the trainer's counters."""
+        return True
 
-            return elastic.deal(loader, self, prepare)
+    def _wrap_training_loader(self, loader: Any, with_prefetcher: Callable[..., Any]) -> Any:
+        """Return a training loader that resumes exactly if it can, with a prefetcher around it."""
+        from lightning_hybrid.data.batch_counters import uncount_cut_epoch
+        from lightning_hybrid.data.exact_loader import can_be_exact, exact
+        from lightning_hybrid.data.place import IteratorsOfTraining
 
-        is_training = IteratorsOfTraining(trainer) if is_of_fit else None
-        if self.is_on and is_of_fit and can_be_exact(loader):
-            uncount_cut_epoch(trainer)
+        if self.is_on and can_be_exact(loader):
+            uncount_cut_epoch(self._trainer)
             loader = exact(loader, self)
-        # Users who move batches by hooks of their own receive the host's.
-        if not moves_batches:
-            loader = prefetch(loader, device, compute_dtype, is_training)
-        if is_of_fit and not self._has_started:
+        loader = with_prefetcher(loader, IteratorsOfTraining(self._trainer))
+        if not self._has_started:
             self._processed.append(loader)
         return loader
 

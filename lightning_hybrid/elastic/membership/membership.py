@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.connections import TICKS_WITHIN_HOST, Connection, SocketThread, split
-from lightning_hybrid.comm.membership.host import Host
-from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
+from lightning_hybrid.elastic.membership.connections import TICKS_WITHIN_HOST, Connection, SocketThread, split
+from lightning_hybrid.elastic.membership.host import Host
+from lightning_hybrid.elastic.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
 
 # Time between two messages of a rank that waits for a view. Our choice: hosts that are there meet within 10 s.
 WAIT_MESSAGE_S = 15.0

@@ -12,7 +12,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.connections import (
+from lightning_hybrid.elastic.membership.connections import (
     TICKS_WITHIN_HOST,
     Connection,
     MalformedError,
@@ -21,7 +21,7 @@ from lightning_hybrid.comm.membership.connections import (
     own_ip_towards,
     split,
 )
-from lightning_hybrid.comm.membership.view import (
+from lightning_hybrid.elastic.membership.view import (
     Settings,
     address_of,
     differing_parts,
@@ -29,7 +29,7 @@ from lightning_hybrid.comm.membership.view import (
     name_of,
     names_of,
 )
-from lightning_hybrid.comm.membership.view_change import ViewChange
+from lightning_hybrid.elastic.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Host(SocketThread):
         num_hosts = 1 + len(self.machine.lobby)
         return (
             f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
-            f"here. Of `elastic.meet` {', '.join(texts)}"
+            f"here. Of `meet` {', '.join(texts)}"
         )
 
     def _act(self) -> None:

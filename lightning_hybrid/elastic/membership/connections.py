@@ -15,7 +15,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from lightning_hybrid.comm.membership.view import Settings
+from lightning_hybrid.elastic.membership.view import Settings
 
 log = logging.getLogger(__name__)
 

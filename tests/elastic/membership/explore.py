@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from lightning_hybrid.comm.membership.view_change import ViewChange
+from lightning_hybrid.elastic.membership.view_change import ViewChange
 
 FIN = -1  # the end of what a dead process has sent
 

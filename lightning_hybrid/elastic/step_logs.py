@@ -69,7 +69,7 @@ class EpochLogs:
                 self._warned_of.add(name)
                 rank_zero_warn(
                     f"`{name}` (={type(self._trainer.lightning_module.get_submodule(name)).__name__}) counts the first "
-                    "shard of each rank alone with `elastic`: its states are no sums, such as lists of predictions, "
+                    "shard of each rank alone in an elastic run: its states are no sums, such as lists of predictions, "
                     "and are not added up over shards and hosts. Its value is each host's own. Compute it in "
                     "validation, which each host runs over the whole set, or take a metric whose states are sums."
                 )

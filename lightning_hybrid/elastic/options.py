@@ -1,4 +1,4 @@
-"""The value of `elastic`."""
+"""Options of an elastic strategy about hosts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from lightning_hybrid.strategy.options import OptionValue
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Elastic(OptionValue):
-    """A run that goes on when a host is lost, and takes in a host that comes; each host is launched by itself.
+class ElasticOptions(OptionValue):
+    """Validated options of `HybridElasticStrategy` about hosts.
 
-        images of a step = batch size of a rank x `devices` x `max_hosts`         whatever hosts there are
-
-    Args:
-        max_hosts: hosts that share a step when all are there.
-        meet: addresses `"ip:port"` at which hosts find each other, in a list or with commas; the first one's host
-            decides where half of the hosts cannot hear the other half.
-        min_hosts: with fewer the run does not begin, and one that goes on waits for more.
-        silent_s: seconds without a sign of life after which a host is lost.
+    Attributes:
+        max_hosts: The hosts that share a step when all are there.
+        meet: Addresses `"ip:port"` at which hosts find each other, in a list or separated by commas.
+        min_hosts: The least number of hosts with which a run begins or continues.
+        silent_s: Seconds without a sign of life after which a host counts as lost.
 
     Raises:
-        ValueError: a value cannot work.
+        ValueError: A value cannot work.
     """
 
     max_hosts: int
@@ -38,12 +35,12 @@ class Elastic(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each."""
-        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2")
+        require_whole("max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2")
         why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
-        require_whole("elastic.min_hosts", self.min_hosts, why)
+        require_whole("min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
-            raise ValueError(f"`elastic.min_hosts` (={self.min_hosts}) must be at most `elastic.max_hosts`: {why}.")
-        require_number("elastic.silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True)
+            raise ValueError(f"`min_hosts` (={self.min_hosts}) must be at most `max_hosts`: {why}.")
+        require_number("silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True)
         refuse_meeting_points(self.meet)
 
     @property
@@ -61,17 +58,17 @@ def refuse_meeting_points(meet: Any) -> None:
     """
     several = meet.split(",") if isinstance(meet, str) else meet
     if not isinstance(several, list | tuple) or not several:
-        raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {_CURE}")
+        raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {_CURE}")
     for entry in several:
         if not isinstance(entry, str):
-            raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {entry!r:.60} is no text. {_CURE}")
+            raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} is no text. {_CURE}")
         reason = _why_no_address(entry.strip())
         if reason:
-            raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {entry!r:.60} {reason}. {_CURE}")
+            raise ValueError(f"`meet` (={meet!r:.120}) {_RULE} {entry!r:.60} {reason}. {_CURE}")
 
 
 _RULE = "must be addresses with ports, the same on all hosts, of which each host listens at the first that is its own."
-_CURE = 'Set strategy.elastic.meet="10.0.0.1:29400,10.0.0.2:29400".'
+_CURE = 'Write meet="10.0.0.1:29400,10.0.0.2:29400".'
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -106,17 +103,17 @@ def resolved(meeting_points: Sequence[str]) -> list[str]:
             addresses.append(f"{socket.gethostbyname(host)}:{port}")
         except OSError as error:
             raise ValueError(
-                f"`elastic.meet` (={','.join(meeting_points)}) must be names that this host can look up, or numbers: "
+                f"`meet` (={','.join(meeting_points)}) must be names that this host can look up, or numbers: "
                 f"{host!r} has no IPv4 address here ({error}). Write the host's address as a number."
             ) from error
     return addresses
 
 
-def warn_of_loopback(option: Elastic, addresses: Sequence[str]) -> None:
+def warn_of_loopback(option: ElasticOptions, addresses: Sequence[str]) -> None:
     """Warn if hosts on other machines could not meet this one."""
     if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
         rank_zero_warn(
-            f"`elastic.meet` (={','.join(option.meeting_points)}) has addresses of this machine alone: a host on "
+            f"`meet` (={','.join(option.meeting_points)}) has addresses of this machine alone: a host on "
             "another machine would train by itself. Give addresses by which other machines reach this one, unless all "
             f"{option.max_hosts} hosts are on this machine."
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_hybrid.comm.membership.view import (
+from lightning_hybrid.elastic.membership.view import (
     FOR_SURE,
     have_the_votes,
     name_of,

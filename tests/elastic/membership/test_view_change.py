@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid.comm.membership import view_change
-from tests.comm.membership.explore import Explorer, World, WrongError, key_of
+from lightning_hybrid.elastic.membership import view_change
+from tests.elastic.membership.explore import Explorer, World, WrongError, key_of
 
 STEPS = {"a": (3,), "b": (4,), "c": (3,)}
 TWO_RANKS = {"a": (3, 4), "b": (3, 3)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,17 @@ _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save")
 
 
 class HeldLoggers:
-    """Holds what is logged until hosts have met; else one that joins would open the run of W&B that the first host has.
+    """Loggers whose rows are held until hosts have met.
 
-    Where the first host is lost, the next one writes the rows of the last step and of `KEEP_S` again.
+    Otherwise a host that joins would open the run of W&B that the first host has. Where the first host is lost, the
+    next one writes the rows of the last step and of `KEEP_S` again.
 
     Args:
-        strategy: before Lightning opens the loggers of its trainer.
+        loggers: the trainer's, before Lightning opens them.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy, self._loggers = strategy, list(strategy.lightning_module.trainer.loggers)
+    def __init__(self, loggers: Iterable[Any]) -> None:
+        self._loggers = list(loggers)
         self._settings: list[Callable[[], None]] = []
         self._rows: deque[tuple[float, Callable[[], None]]] = deque()
         self._has_met = False
@@ -44,15 +45,13 @@ class HeldLoggers:
                 setattr(one, name, partial(self._hold, name, getattr(one, name)))
         self._rank: int = vars(rank_zero_only)["rank"]
         vars(rank_zero_only)["rank"] = self._rank + 1  # by which Lightning opens none, until its next barrier
-        strategy.barrier = self._end_of_opening
+        self._is_closed = True
 
-    def _end_of_opening(self, *args: Any, **kwargs: Any) -> None:
-        self._let_open()
-        self._strategy.barrier(*args, **kwargs)
-
-    def _let_open(self) -> None:
-        del self._strategy.barrier
-        vars(rank_zero_only)["rank"] = self._rank
+    def let_lightning_open(self) -> None:
+        """Give this process its rank back, at Lightning's first barrier: it has passed the place that opens loggers."""
+        if self._is_closed:
+            self._is_closed = False
+            vars(rank_zero_only)["rank"] = self._rank
 
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if name == "log_metrics":  # copies: a user may fill one dictionary again for each row
@@ -88,8 +87,7 @@ class HeldLoggers:
 
     def end(self) -> None:
         """Give the loggers their methods back."""
-        if vars(self._strategy).get("barrier") == self._end_of_opening:  # an error came before the barrier
-            self._let_open()
+        self.let_lightning_open()  # an error may have come before the barrier
         for one in self._loggers:
             for name in _CALLS:
                 vars(one).pop(name, None)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.comm.membership import connections, host, membership
-from lightning_hybrid.comm.membership.connections import Connection
-from lightning_hybrid.comm.membership.host import Host
-from lightning_hybrid.comm.membership.membership import Membership
-from lightning_hybrid.comm.membership.view import IsolatedError, RefusedError, address_of
-from tests.comm.membership.test_processes import free_addresses
+from lightning_hybrid.elastic.membership import connections, host, membership
+from lightning_hybrid.elastic.membership.connections import Connection
+from lightning_hybrid.elastic.membership.host import Host
+from lightning_hybrid.elastic.membership.membership import Membership
+from lightning_hybrid.elastic.membership.view import IsolatedError, RefusedError, address_of
+from tests.elastic.membership.test_processes import free_addresses
 
 
 class Hosts:

@@ -173,8 +173,8 @@ def user_main(host: str, local: int, port: int, options: dict[str, Any], folder:
 
 def _train(scene: UserScene, options: dict[str, Any], folder: Path, note: Callable[..., None]) -> None:
     from lightning_hybrid import Elastic, HybridAllReduceStrategy
-    from lightning_hybrid.comm.membership.view import IsolatedError
-    from lightning_hybrid.strategy.elastic import views
+    from lightning_hybrid.elastic.membership.view import IsolatedError
+    from lightning_hybrid.elastic import views
     from lightning_hybrid.strategy.options import Comm
 
     views.Membership = partial(views.Membership, wait_s=scene.wait_s)  # type: ignore[assignment, misc]

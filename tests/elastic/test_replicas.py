@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hybrid.comm import Topology
-from lightning_hybrid.strategy.elastic.host_vote import HostVote
-from tests.strategy.elastic.replicas import Cut, Join, Loss, Outcome, Scene, differences, plain_run, run
+from lightning_hybrid.elastic.host_vote import HostVote
+from tests.elastic.replicas import Cut, Join, Loss, Outcome, Scene, differences, plain_run, run
 
 SCENES = {
     "one host has all shards": Scene("a"),

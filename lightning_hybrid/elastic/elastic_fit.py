@@ -19,17 +19,14 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import HookState, Topology
-from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.health.consensus import software
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
+from lightning_hybrid.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
+from lightning_hybrid.elastic.options import ElasticOptions
+from lightning_hybrid.elastic.step_logs import EpochLogs, StepLogs
+from lightning_hybrid.elastic.views import MOST_VIEWS, Views, hash_of
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
-from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
-from lightning_hybrid.strategy.elastic.option import Elastic
-from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
-from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views, hash_of
-
-_WRAPPED = ("barrier", "optimizer_step", "training_step", "all_gather")
 
 
 class _StepTaken(Exception):  # noqa: N818  no error
@@ -45,23 +42,23 @@ class _HostsStop(Exception):  # noqa: N818  no error
 
 
 class ElasticFit:
-    """What an elastic strategy has of a fit, from `setup` to `teardown`.
+    """State of one elastic fit, from `setup` to `teardown`.
 
     Args:
-        option: as the user gave it.
-        strategy: runs one shard; some of its methods are wrapped until `end`.
+        options: as the user gave them.
+        strategy: runs one shard, and calls the methods below in its own.
         comm: its communication; `topology` is that of the largest view, as if this host were its first.
         failures: `ended_by`: the error that ends the run.
         timeout: of every wait for others.
     """
 
-    engine_type = ViewEngine
-
-    def __init__(self, option: Elastic, strategy: Any, *, comm: Any, failures: Any, timeout: timedelta) -> None:
+    def __init__(self, options: ElasticOptions, strategy: Any, *, comm: Any, failures: Any, timeout: timedelta) -> None:
         self._failures = failures
-        self._option, self._strategy, self._comm, self._timeout = option, strategy, comm, timeout
+        self._options = options
+        self._strategy = strategy
+        self._comm = comm
+        self._timeout = timeout
         self._num_shards = comm.topology.world_size
-        comm.is_first = comm.topology.local_rank == 0  # until hosts have met
         self._shards: list[int] = []
         self._rest: tuple[Any, ...] = ()  # arguments of `training_step` after the batch
         self._runs_shard = False  # by `_run`, and not by Lightning's closure
@@ -77,8 +74,6 @@ class ElasticFit:
         self._logs: StepLogs | None = None  # while a step is attempted
         self._optimizers = ""  # in words
         self._stop_callback: Any = None  # of the trainer, while a fit runs
-        for name in _WRAPPED:
-            setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
     # ---- what a strategy asks for ------------------------------------------------------------------------------------
 
@@ -148,7 +143,7 @@ class ElasticFit:
         return self._strategy.lightning_module
 
     def end(self) -> None:
-        """Leave the run, and give the strategy its methods back."""
+        """Leave the run."""
         views = self._views
         self._views = None
         if self._stop_callback is not None:
@@ -156,37 +151,35 @@ class ElasticFit:
             self._stop_callback = None
         if views is not None:
             views.leave(self._failures.ended_by)
-        for name in _WRAPPED:
-            vars(self._strategy).pop(name, None)
 
-    # ---- methods of the strategy, each with the one that it wraps ----------------------------------------------------
+    # ---- what the strategy's methods do in a fit ---------------------------------------------------------------------
 
-    def _barrier(self, barrier: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        barrier(*args, **kwargs)
-        if args == ("run-stage",) and self._module.trainer.training:  # all is restored, and the loop has yet to begin
-            parameters = [one for one in self._strategy.model.parameters() if one.requires_grad]
-            window = self._strategy.run_status.window
-            with nullcontext() if window is None else window.opened():
-                self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
-            self._before, self._after_first, self._of_first_rank = (BufferCopy(self._module) for _ in range(3))
-            self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
-            engine, timeout = self._comm.engine, self._timeout
-            trainer = self._module.trainer
-            trainer.fit_loop.setup_data()  # now, as hosts compare what they read before they train together
-            self._refuse_several_loaders()
-            self._views = Views(
-                self._option,
-                self._strategy,
-                engine=engine,
-                timeout=timeout,
-                logs=logs,
-                token=self._token(parameters),
-            )
-            self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
-            trainer.callbacks.insert(0, self._stop_callback)  # before those that exchange weights at the end
-            self._views.enter(self._use)
-            trainer.should_stop = trainer.should_stop or self._views.stops
-            self._strategy._loaders.seed = self._views.seed
+    def meet_hosts(self) -> None:
+        """Meet the other hosts, or join their run. Collective among the ranks of this host, right before the loop."""
+        trainer = self._module.trainer
+        parameters = [parameter for parameter in self._strategy.model.parameters() if parameter.requires_grad]
+        window = self._strategy.run_status.window
+        with nullcontext() if window is None else window.opened():
+            self._buckets = flat_buckets(parameters, self._comm.plan.bucket_bytes)
+        self._before = BufferCopy(self._module)
+        self._after_first = BufferCopy(self._module)
+        self._of_first_rank = BufferCopy(self._module)
+        self._epoch_logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
+        trainer.fit_loop.setup_data()  # now, as hosts compare what they read before they train together
+        self._refuse_several_loaders()
+        self._views = Views(
+            self._options,
+            self._strategy,
+            engine=self._comm.engine,
+            timeout=self._timeout,
+            logs=self._epoch_logs,
+            token=self._token(parameters),
+        )
+        self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
+        trainer.callbacks.insert(0, self._stop_callback)  # before those that exchange weights at the end
+        self._views.enter(self._use)
+        trainer.should_stop = trainer.should_stop or self._views.stops
+        self._strategy._loaders.seed = self._views.seed
 
     def _stop_with_others(self, *_: Any) -> None:
         """Have all hosts stop after the same step, where this one stops early. Collective among its ranks.
@@ -207,7 +200,7 @@ class ElasticFit:
         num_loaders = 0 if combined is None else len(combined.flattened)
         if num_loaders > 1:
             raise ValueError(
-                f"`train_dataloaders` (={num_loaders} loaders) must be one loader with `elastic`, which deals its "
+                f"`train_dataloaders` (={num_loaders} loaders) must be one loader in an elastic run, which deals its "
                 "batches to the hosts that there are. Give one, such as a loader over a `ConcatDataset`."
             )
 
@@ -218,7 +211,7 @@ class ElasticFit:
         data = "none" if self._loader is None else self._loader.description()
         parts = {
             "devices": len(self._comm.topology.node),
-            "max_hosts": self._option.max_hosts,
+            "max_hosts": self._options.max_hosts,
             "software": software(),
             "plan": self._comm.plan.to_json(),
             "trained parameters": f"{len(shapes)} of hash {hash_of(shapes)}",
@@ -229,14 +222,19 @@ class ElasticFit:
         }
         return "; ".join(f"{name}={value}" for name, value in parts.items())
 
-    def _optimizer_step(
-        self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if (views := self._views) is None:
-            return step(optimizer, closure, *args, **kwargs)
+    def optimizer_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+        """Step once, after as many attempts at the closure as the hosts need for a whole sum.
+
+        Args:
+            step: makes the optimizer's step with the closure that it is given.
+            closure: Lightning's own, which runs one shard forward and backward.
+        """
+        views = self._views
+        if views is None:
+            return step(closure)
         is_taken = False
         try:
-            outputs = step(optimizer, partial(self._whole_sum, views, closure), *args, **kwargs)
+            outputs = step(partial(self._whole_sum, views, closure))
         except _StepTaken as taken:
             outputs = taken.outputs
             is_taken = True
@@ -247,34 +245,49 @@ class ElasticFit:
             self._module.trainer.should_stop = True
         views.commit(is_taken=is_taken)
         self._epoch_logs.commit()
-        self._comm.held_loggers.after_step()
+        self._strategy.after_elastic_step()
         return outputs
 
-    def _training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+    def training_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Run the user's step on the batch of a shard.
+
+        Args:
+            step: the strategy's method.
+            batch: as Lightning has read it, which is that of another rank's shard by now if the view has changed.
+            args: what follows the batch.
+
+        Raises:
+            RuntimeError: the step returns no loss.
+        """
         self._rest = args
         loader = self._loader
         if not self._runs_shard and loader is not None and self._shards and loader.first != self._shards[0]:
-            batch = self._batch_of(self._shards[0])  # Lightning has read that of a shard which is another rank's by now
-        if (output := step(batch, *args)) is None:  # without a backward the others would wait for this rank
+            batch = self._batch_of(self._shards[0])
+        output = step(batch, *args)
+        if output is None:  # without a backward the others would wait for this rank
             raise RuntimeError(
-                "`training_step` (returned None) must return a loss with `elastic`: every rank adds its part to a sum. "
-                "Return a loss of zero that depends on the parameters, or leave `elastic` out."
+                "`training_step` (returned None) must return a loss in an elastic run: every rank adds its part to a sum. "
+                "Return a loss of zero that depends on the parameters, or take strategy='hybrid_allreduce'."
             )
         return output
 
-    def _all_gather(self, all_gather: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._logs is not None:
+    def refuse_gather_in_step(self) -> None:
+        """Check that no step is being attempted.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        if self.is_in_step:
             raise RuntimeError(
-                "`all_gather` cannot be called in `training_step` with `elastic`: a rank may have several shards of a "
-                "step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
+                "`all_gather` cannot be called in `training_step` with strategy='hybrid_elastic': a rank may have "
+                "several shards of a step, and other hosts are not asked. Gather in a hook, over the ranks of the host."
             )
-        return all_gather(tensor, *args, **kwargs)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _use(self, topology: Topology) -> None:
-        self._comm.is_first, self._sums_apart = topology.rank == 0, True
-        self._comm.held_loggers.meet(is_first=topology.rank == 0)
+        self._sums_apart = True
+        self._strategy.enter_view(is_first=topology.rank == 0)
         if (feedback := self._comm.hook_state.feedback) is not None:
             feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
@@ -394,11 +407,6 @@ class ElasticFit:
         batch = self._strategy.precision_plugin.convert_input(self._loader.batch_of(shard))
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
-    # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
-    return lambda *args, **kwargs: by(method, *args, **kwargs)
 
 
 def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:

@@ -17,9 +17,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
-from lightning_hybrid.strategy.elastic import held_loggers
-from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, flat_buckets
-from lightning_hybrid.strategy.elastic.step_logs import metrics_of
+from lightning_hybrid.elastic import held_loggers
+from lightning_hybrid.elastic.flat_buckets import BufferCopy, flat_buckets
+from lightning_hybrid.elastic.step_logs import metrics_of
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
 
@@ -90,7 +90,7 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
 
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+    from lightning_hybrid.elastic.elastic_fit import ElasticFit
 
     fit = ElasticFit.__new__(ElasticFit)
     fit._loader, fit._shards = None, [2]  # hosts have met before Lightning asks
@@ -100,7 +100,7 @@ def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
 
 
 def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+    from lightning_hybrid.elastic.elastic_fit import ElasticFit
 
     fit = ElasticFit.__new__(ElasticFit)
     fit._runs_shard, fit._loader, fit._shards = False, None, []
@@ -110,7 +110,7 @@ def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
 
 
 def test_a_view_that_ends_before_its_groups_are_there_is_not_entered_and_later_they_are_cut() -> None:
-    from lightning_hybrid.strategy.elastic.views import Views
+    from lightning_hybrid.elastic.views import Views
 
     views, cut = Views.__new__(Views), []
     views.ended, views.may_cut, views.groups, views._lock = "", True, None, threading.Lock()
@@ -275,7 +275,7 @@ def started(*, is_first: bool = True) -> tuple[Logging, Any, Any]:
     """What logs, what is collected, and its owner."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-    from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
+    from lightning_hybrid.elastic.step_logs import EpochLogs
 
     module, results = Logging(), _ResultCollection(training=True)
     trainer = SimpleNamespace(_results=results, current_epoch=0, is_last_batch=False)

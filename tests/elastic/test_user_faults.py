@@ -12,13 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchmetrics.classification import BinaryAUROC
 
 from lightning_hybrid import Elastic
-from lightning_hybrid.comm.membership import membership
+from lightning_hybrid.elastic.membership import membership
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
-from lightning_hybrid.strategy.elastic import views
+from lightning_hybrid.elastic import views
 from lightning_hybrid.strategy.options import Comm
 from tests.rank_pool import Ranks
 from tests.scenes import fit
-from tests.strategy.elastic.user_runs import Net, Numbered
+from tests.elastic.user_runs import Net, Numbered
 
 
 @pytest.fixture(autouse=True)

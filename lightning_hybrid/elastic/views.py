@@ -24,13 +24,13 @@ from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
-from lightning_hybrid.comm.membership.membership import Membership
-from lightning_hybrid.comm.membership.view import View
+from lightning_hybrid.elastic.host_vote import HostVote
+from lightning_hybrid.elastic.membership.membership import Membership
+from lightning_hybrid.elastic.membership.view import View
+from lightning_hybrid.elastic.options import ElasticOptions, resolved, warn_of_loopback
+from lightning_hybrid.elastic.step_logs import EpochLogs
 from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.run_status import tensors_of_replica
-from lightning_hybrid.strategy.elastic.host_vote import HostVote
-from lightning_hybrid.strategy.elastic.option import Elastic, resolved, warn_of_loopback
-from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Views:
 
     def __init__(
         self,
-        option: Elastic,
+        option: ElasticOptions,
         strategy: Any,
         *,
         engine: ViewEngine,

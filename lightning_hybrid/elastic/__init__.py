@@ -1,0 +1,1 @@
+"""`HybridElasticStrategy`: a run that continues when a host is lost, and admits hosts that join."""

@@ -1,0 +1,254 @@
+"""The strategy `hybrid_elastic`: data-parallel training that continues without a lost host and admits hosts that join.
+
+Lightning's numbers (`world_size`, `global_rank`) and torch's default process group are those of one host, which is a
+launch of its own. Sums over the hosts that are present go through groups of this package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_hybrid.checks import plain_value
+from lightning_hybrid.comm import Topology
+from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.elastic.elastic_fit import ElasticFit
+from lightning_hybrid.elastic.exclusions import CURES_OF_ELASTIC, EXCLUDED_BY_ELASTIC, features_of_run
+from lightning_hybrid.elastic.held_loggers import HeldLoggers
+from lightning_hybrid.elastic.loaders import ElasticLoaders
+from lightning_hybrid.elastic.options import ElasticOptions
+from lightning_hybrid.strategy.compatibility import refuse_excluded
+from lightning_hybrid.strategy.hybrid_allreduce import HybridAllReduce
+from lightning_hybrid.strategy.registration import ELASTIC_NAME
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+MAX_HOSTS_VARIABLE = "HYBRID_ELASTIC_MAX_HOSTS"
+MEET_VARIABLE = "HYBRID_ELASTIC_MEET"
+
+
+class HybridElastic(HybridAllReduce):
+    """Data-parallel training that continues when a host is lost, and admits hosts that join.
+
+        images of a step = batch size of a rank x `devices` x `max_hosts`         whatever hosts there are
+
+    Each host is launched by itself, with one node: `python train.py`, or `torchrun --nnodes=1`. The weights are those
+    of a run on `max_hosts` hosts that loses none.
+
+    Args:
+        max_hosts: hosts that share a step when all are there. None reads the environment variable
+            `HYBRID_ELASTIC_MAX_HOSTS`.
+        meet: addresses `"ip:port"` at which hosts find each other, in a list or separated by commas. The host of the
+            first address decides which half continues where the two halves of the hosts cannot reach each other. None
+            reads `HYBRID_ELASTIC_MEET`.
+        min_hosts: with fewer hosts the run does not begin, and one that has lost hosts waits for more.
+        silent_s: seconds without a sign of life after which a host counts as lost.
+        **options: as in `HybridAllReduceStrategy`. Options that need the same ranks for the whole fit are refused.
+
+    Raises:
+        ValueError: an option cannot work, before any process group exists.
+    """
+
+    registered_name = ELASTIC_NAME
+    _kind = "elastic"
+    _loaders_type = ElasticLoaders
+    saves_residuals = False  # a host that joins begins with zeros
+
+    def __init__(
+        self,
+        max_hosts: int | None = None,
+        meet: str | Sequence[str] | None = None,
+        min_hosts: int = 1,
+        silent_s: float = 2.0,
+        **options: Any,
+    ) -> None:
+        self._elastic = ElasticOptions(
+            max_hosts=plain_value(_value_or_variable(max_hosts, MAX_HOSTS_VARIABLE)),
+            meet=plain_value(_value_or_variable(meet, MEET_VARIABLE)),
+            min_hosts=plain_value(min_hosts),
+            silent_s=plain_value(silent_s),
+        )
+        self._fit: ElasticFit | None = None
+        self._held_loggers: HeldLoggers | None = None
+        # Whether this rank is the first of all hosts, also after the fit. None before there is one.
+        self._is_first: bool | None = None
+        # The hosts share buffers at the end of a step, in `ElasticFit`.
+        options.pop("broadcast_buffers", None)
+        super().__init__(**{**options, _buffer_option(): False})
+        refuse_excluded(self._options.features(), rows=EXCLUDED_BY_ELASTIC, cures=CURES_OF_ELASTIC)
+
+    def _run_status_fields(self) -> dict[str, Any]:
+        fields = super()._run_status_fields()
+        if self._fit is not None:
+            fields |= self._fit.status()
+        return fields
+
+    # ---- setup -----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Set up as `hybrid_allreduce`, and hold loggers until hosts have met."""
+        super().setup_environment()
+        if self._module.trainer.state.fn == "fit":
+            self._held_loggers = HeldLoggers(self._module.trainer.loggers)
+
+    def _begin_communication(self) -> None:
+        """Prepare a fit for the largest view, in which this host is the first. Refuse what cannot be elastic."""
+        self._refuse_run()
+        topology = Topology.from_ranks_per_node(
+            rank=self.global_rank,
+            world_size=self.world_size * self._elastic.max_hosts,
+            ranks_per_node=self.world_size,
+        )
+        self._comm.begin(topology, self.root_device, self._timeout)
+        self._comm.engine_type = ViewEngine
+        self._fit = ElasticFit(
+            self._elastic, self, comm=self._comm, failures=self._failures, timeout=self._timeout_of_fit()
+        )
+        self._comm.wrap_hook = self._fit.hook
+        self._loaders.fit = self._fit
+        self._is_first = self._comm.topology.local_rank == 0  # until hosts have met
+
+    def _timeout_of_fit(self) -> Any:
+        assert self._timeout is not None
+        return self._timeout
+
+    def _refuse_run(self) -> None:
+        """Check that the run has nothing that needs the same ranks for the whole fit.
+
+        Raises:
+            ValueError: it has. The error names it.
+        """
+        features = self._options.features() | features_of_run(self._module, has_exact_resume=self._loaders.is_on)
+        refuse_excluded(features, rows=EXCLUDED_BY_ELASTIC, cures=CURES_OF_ELASTIC)
+        device = self.root_device
+        if device.type == "cpu":
+            return
+        if device.type != "cuda" or not hasattr(dist.ProcessGroupNCCL.Options, "lazy_init"):
+            raise ValueError(
+                f"`strategy` (={ELASTIC_NAME!r}) is for CPUs, and from torch 2.15 on for GPUs of NVIDIA's: this rank "
+                f"trains on {device} with torch {torch.__version__}. Write strategy='hybrid_allreduce'."
+            )
+        rank_zero_warn(f"`strategy` (={ELASTIC_NAME!r}) has not been run on a GPU yet.")
+
+    def _share_of_data(self) -> dict[str, Any]:
+        """Return the share of the largest view. Which shards are this rank's is known once hosts have met."""
+        return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """Whether gradients may be summed over several ranks: those of all hosts that may join."""
+        return self._comm.topology.world_size > 1
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the optimizers, and note them as the user made them: hosts compare them when they meet."""
+        super().setup_optimizers(trainer)
+        if self._fit is not None:
+            self._fit.note_optimizers(self.optimizers)
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure until one attempt has succeeded on all hosts, then step once."""
+        if self._fit is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        return self._fit.optimizer_step(step, closure)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Run the user's step on the batch of this rank's first shard, and refuse a step without a loss."""
+        if self._fit is None:
+            return super().training_step(batch, *args)
+        return self._fit.training_step(super().training_step, batch, *args)
+
+    def _flush_backward(self, closure_loss: torch.Tensor) -> None:
+        super()._flush_backward(closure_loss)
+        if self._fit is not None:
+            self._fit.after_backward()
+
+    def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
+        """Check nothing: in a view's first step gradients are summed apart from DDP's buckets."""
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather over the ranks of this host, outside of a training step.
+
+        Raises:
+            RuntimeError: it is called in a training step, where other hosts are not asked.
+        """
+        if self._fit is not None:
+            self._fit.refuse_gather_in_step()
+        return super().all_gather(tensor, *args, **kwargs)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce over the ranks of this host. In a step, logged values are summed over all shards at its end."""
+        if self._fit is not None and self._fit.is_in_step:
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the ranks of this host. Before training begins, meet the other hosts."""
+        if self._held_loggers is not None:
+            self._held_loggers.let_lightning_open()
+        super().barrier(name)
+        if self._fit is not None and name == "run-stage" and self._module.trainer.training:
+            self._fit.meet_hosts()  # all is restored, and the loop has yet to begin
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank is the first of all hosts, which writes what is written once."""
+        if self._is_first is None:
+            return super().is_global_zero
+        return self._is_first
+
+    def enter_view(self, *, is_first: bool) -> None:
+        """Note that this rank is in another view.
+
+        Args:
+            is_first: whether it is the first rank of all.
+        """
+        self._is_first = is_first
+        if self._held_loggers is not None:
+            self._held_loggers.meet(is_first=is_first)
+
+    def after_elastic_step(self) -> None:
+        """Write what is due in loggers."""
+        if self._held_loggers is not None:
+            self._held_loggers.after_step()
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    def _close_communication(self) -> None:
+        fit = self._fit
+        loggers = self._held_loggers
+        self._fit = None
+        self._held_loggers = None
+        self._loaders.fit = None
+        try:
+            if fit is not None:
+                fit.end()
+            if loggers is not None:
+                loggers.end()
+        finally:
+            super()._close_communication()
+
+
+def _value_or_variable(value: Any, variable: str) -> Any:
+    if value is not None:
+        return value
+    return os.environ.get(variable)
+
+
+def _buffer_option() -> str:
+    """Return DDP's name for the broadcast of buffers. torch 2.15 warns of the old one."""
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        return "forward_sync_buffers"
+    return "broadcast_buffers"

@@ -1,0 +1,13 @@
+"""The elastic strategy of `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_hybrid.elastic.strategy import HybridElastic
+from lightning_hybrid.flavours.pytorch_lightning import DurableCheckpointIO, MasterWeightPrecision
+
+
+class HybridElasticStrategy(HybridElastic, DDPStrategy):  # type: ignore[misc] # noqa: D101
+    __doc__ = HybridElastic.__doc__
+    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
