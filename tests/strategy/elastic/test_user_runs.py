@@ -201,9 +201,7 @@ def forgets_rows(folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_rows_of_a_csv_file_outlive_the_host_that_has_written_them(tmp_path: Path) -> None:
-    scene = UserScene(
-        max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,)
-    )
+    scene = UserScene(max_steps=60, loggers=csv_of_a_version, callbacks=forgets_rows, pause_s=0.1, hold_after=(3,))
     run = UserHosts(tmp_path, scene)
     run.start("a")
     run.wait("steps of a", run.has_made(3, "a"))
