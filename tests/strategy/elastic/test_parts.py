@@ -378,3 +378,22 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
             scale.update(torch.tensor(found_inf), value)
         assert first.value == taken.value
     assert first.value == 1024.0  # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "is_over"), [(-1, 4, False), (-1, 2, True), (10, None, True), (11, -1, False)]
+)
+def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
+    max_steps: int, max_epochs: int | None, is_over: bool
+) -> None:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    progress = SimpleNamespace(current=SimpleNamespace(processed=2))
+    loop = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, epoch_progress=progress)
+    trainer = SimpleNamespace(should_stop=True, global_step=10, fit_loop=loop)
+    asked: list[Any] = []
+    fit = ElasticFit.__new__(ElasticFit)
+    fit._views = SimpleNamespace(stops=False, stop=asked.append)  # type: ignore[assignment]
+    fit._strategy = SimpleNamespace(lightning_module=SimpleNamespace(trainer=trainer))
+    fit._stop_with_others()
+    assert (not asked) == is_over
