@@ -188,7 +188,9 @@ class ElasticFit:
         stops first ends the view, and the others learn of it as they enter the next: no step needs a vote.
         """
         views = self._views
-        if views is not None and self._module.trainer.should_stop and not views.stops:
+        trainer = self._module.trainer
+        # At `max_steps` or `max_epochs` all hosts end by themselves, and may have left.
+        if views is not None and trainer.should_stop and not views.stops and not _has_reached_its_end(trainer):
             views.stop(self._use)
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -417,6 +419,14 @@ def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
         if isinstance(trainer, trainer_type):
             return callback_type(on_train_end=on_train_end)
     raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Trainer of Lightning's.")
+
+
+def _has_reached_its_end(trainer: Any) -> bool:
+    """Return whether a fit has made all its steps or epochs."""
+    fit = trainer.fit_loop
+    has_all_steps = 0 <= fit.max_steps <= trainer.global_step
+    has_all_epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+    return has_all_steps or has_all_epochs
 
 
 def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:

@@ -219,6 +219,7 @@ class DynamicLossScale(LossScale):
             "num_clean_steps": int(self.num_clean_steps),
             "hysteresis_left": int(self.hysteresis_left),
             **({"has_fallen": 1} if self._has_fallen else {}),
+            **({"is_starting": 1} if self._is_starting and not self._has_fallen else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,8 +232,10 @@ class DynamicLossScale(LossScale):
         left = min(int(state.get("hysteresis_left", self.hysteresis)), self.hysteresis)
         self.hysteresis_left = torch.full_like(self.hysteresis_left, left)
         has_fallen = bool(state.get("has_fallen", 0))
-        self._num_looks = NUM_LOOKS if has_fallen else 0
-        self._is_starting = torch.full_like(self._is_starting, has_fallen)
+        # Before the first step, as where the hosts of an elastic run begin with the state of the first.
+        is_starting = has_fallen or bool(state.get("is_starting", 0))
+        self._num_looks = NUM_LOOKS if is_starting else 0
+        self._is_starting = torch.full_like(self._is_starting, is_starting)
         self._has_fallen = torch.full_like(self._has_fallen, has_fallen)
 
 

@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.elastic import held_loggers
 from lightning_hybrid.elastic.flat_buckets import BufferCopy, flat_buckets
 from lightning_hybrid.elastic.step_logs import metrics_of
@@ -366,3 +367,33 @@ def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
     states = [getattr(behind[0].accuracy, name) for name in behind[0].accuracy._defaults]
     assert {state.device.type for state in states} == {"meta"}
     assert behind[1]["training_step.shared"].value.device.type == "meta"
+
+
+def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes_it() -> None:
+    first, taken = DynamicLossScale(), DynamicLossScale()
+    taken.load_state_dict(first.state_dict())
+    for found_inf, largest in ((True, float("inf")), (False, 3.0), (False, 2.0)):
+        for scale in (first, taken):
+            value = torch.tensor(largest) if scale.wants_largest else None
+            scale.update(torch.tensor(found_inf), value)
+        assert first.value == taken.value
+    assert first.value == 1024.0  # 3 needs an exponent of 2, and there are 12 below the largest of fp16
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_epochs", "is_over"), [(-1, 4, False), (-1, 2, True), (10, None, True), (11, -1, False)]
+)
+def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
+    max_steps: int, max_epochs: int | None, is_over: bool
+) -> None:
+    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+
+    progress = SimpleNamespace(current=SimpleNamespace(processed=2))
+    loop = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, epoch_progress=progress)
+    trainer = SimpleNamespace(should_stop=True, global_step=10, fit_loop=loop)
+    asked: list[Any] = []
+    fit = ElasticFit.__new__(ElasticFit)
+    fit._views = SimpleNamespace(stops=False, stop=asked.append)  # type: ignore[assignment]
+    fit._strategy = SimpleNamespace(lightning_module=SimpleNamespace(trainer=trainer))
+    fit._stop_with_others()
+    assert (not asked) == is_over

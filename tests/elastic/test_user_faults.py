@@ -14,10 +14,11 @@ from torchmetrics.classification import BinaryAUROC
 from lightning_hybrid import Elastic
 from lightning_hybrid.elastic.membership import membership
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
+from lightning_hybrid.run_status import run_status
 from lightning_hybrid.elastic import views
 from lightning_hybrid.strategy.options import Comm
 from tests.rank_pool import Ranks
-from tests.scenes import fit
+from tests.scenes import at, fit
 from tests.elastic.user_runs import Net, Numbered
 
 
@@ -303,6 +304,18 @@ class ReadsAnotherLoader(pl.Callback):
 def test_a_loader_that_a_callback_reads_in_training_leaves_training_as_it_is() -> None:
     without = list(fit_alone(train=shuffled, **elastic(2)))
     assert fit_alone(train=shuffled, callbacks=[ReadsAnotherLoader()], **elastic(2)) == without
+
+
+def numbers_of_run(trainer: Any, module: Any, *_: Any) -> tuple[Any, ...]:
+    status = run_status(trainer)
+    assert status.gather_over_hosts is not None
+    return status.num_shards, status.num_ranks, status.gather_over_hosts("of this rank")
+
+
+def test_callbacks_find_the_numbers_of_the_run_and_not_those_of_a_launch() -> None:
+    looks = at(on_train_batch_end=numbers_of_run)
+    seen = fit(module=Net, train=shuffled, warns=True, callbacks=[looks], **elastic(4))
+    assert seen.looks["on_train_batch_end"] == [(4, 1, ["of this rank"])] * 4
 
 
 def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(

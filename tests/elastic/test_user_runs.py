@@ -240,7 +240,7 @@ def everything(folder: Path) -> list[Any]:
 
     return [
         EarlyStopping("val_loss", patience=100),
-        EMAWeightAveraging(0.9),
+        EMAWeightAveraging(decay=0.9),
         ModelCheckpoint(folder / "checkpoints", every_n_train_steps=50, save_top_k=-1),
     ]
 
