@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid import Elastic, HybridAllReduceStrategy
+from lightning_hybrid import HybridElasticStrategy
 from recipes.gpu.fits import Small, loader, same_bits, short_fit
 from recipes.gpu.runner import Details, Given
 from recipes.gpu.worlds import run_world, use_other_class
@@ -49,8 +49,8 @@ def _be_host(backend: str, meet: str, is_lost: bool, given: Given, rank: int, nu
         if count[0] == LOST_AT:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    elastic = Elastic(max_hosts=2, min_hosts=1 if is_lost else 2, meet=meet)
-    strategy: Any = HybridAllReduceStrategy(elastic=elastic, process_group_backend=backend)
+    min_hosts = 1 if is_lost else 2
+    strategy: Any = HybridElasticStrategy(max_hosts=2, min_hosts=min_hosts, meet=meet, process_group_backend=backend)
     module = Small(on_hidden=lose if is_lost and rank == LOST else None)
     weights = short_fit(given, module, "32-true", strategy=strategy, data=loader())
     if rank != LOST:

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 import traceback
 import warnings
@@ -27,15 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid import HybridAllReduceStrategy
+from lightning_hybrid import HybridElasticStrategy
+from lightning_hybrid.data.random_streams import seed_streams
+from lightning_hybrid.elastic import elastic_fit, views
 from lightning_hybrid.elastic.membership.connections import Connection
 from lightning_hybrid.elastic.membership.host import Host
 from lightning_hybrid.elastic.membership.membership import Membership
 from lightning_hybrid.elastic.membership.view import IsolatedError, RefusedError, View
-from lightning_hybrid.data.random_streams import seed_streams
-from lightning_hybrid.elastic import elastic_fit, views
-from lightning_hybrid.elastic.options import Elastic
-from lightning_hybrid.strategy.options import Comm
 from tests.rank_pool import warm_context
 
 NUM_SHARDS = 4
@@ -54,14 +53,15 @@ class Loss:
     Attributes:
         when: "before" the step, as Lightning has read its batch, and the others know before they begin the step;
             "within" it, before the backward of a shard; "after" the sum, as `ahead` has made the step, and `late`,
-            which has the sum too, has not.
+            which has the sum too, has not; "soon", `delay_s` after the step began, and before the next one begins.
         shard: number of the shard among those of the host.
     """
 
     host: str
     step: int
-    when: Literal["before", "within", "after"]
+    when: Literal["before", "within", "after", "soon"]
     shard: int = 0
+    delay_s: float = 0.0
     ahead: str = ""
     late: str = ""
 
@@ -212,6 +212,7 @@ class Injector:
         self.strategy: Any = None
         self._step_of_sum = -1  # whose sums this rank has had already
         self._num_shards_begun = 0
+        self._view_before = -1  # number of the view in which the step before began
 
     def events_at(self, step: int) -> list[Loss | Join | Cut]:
         return [event for event in self.scene.events if event.step == step]
@@ -219,8 +220,12 @@ class Injector:
     def before_step(self, step: int) -> None:
         """Let happen what happens between two steps; the others wait until they know."""
         self._num_shards_begun = 0
+        self._end_step_of_a_loss_soon(step - 1)
+        self._view_before = self.strategy._comm.elastic_fit._views.groups.number
         for event in self.events_at(step):
             if isinstance(event, Loss) and event.when != "before":
+                if event.when == "soon" and event.host == self.host:
+                    threading.Timer(event.delay_s, die).start()
                 continue
             if event.host != self.host:
                 (self.folder / f"at_{step}").touch()
@@ -233,6 +238,17 @@ class Injector:
             elif isinstance(event, Cut):
                 Connection.data_received = lambda connection, data: None  # type: ignore[method-assign]
                 Connection.send = lambda connection, **message: None  # type: ignore[method-assign]
+                self.wait_for_end_of_view()
+
+    def _end_step_of_a_loss_soon(self, step: int) -> None:
+        """Wait for a death that began in a step, so that events of later steps come after it."""
+        for event in self.events_at(step):
+            if not isinstance(event, Loss) or event.when != "soon":
+                continue
+            if event.host == self.host:
+                time.sleep(WAIT_LIMIT_S)  # until it dies
+            of_run = self.strategy._comm.elastic_fit._views
+            if of_run.groups.number == self._view_before:
                 self.wait_for_end_of_view()
 
     def before_shard(self, step: int) -> None:
@@ -358,10 +374,11 @@ def train(scene: Scene, host: str, local: int, meet: str, folder: Path) -> None:
     elastic_fit.ElasticFit._is_whole = is_whole_after_events  # type: ignore[method-assign]
     views.Membership = MembershipThatBegins  # type: ignore[misc]
     min_hosts = len(scene.first_hosts) if host in scene.first_hosts else 1
-    elastic = Elastic(max_hosts=scene.max_hosts, meet=meet, min_hosts=min_hosts, silent_s=scene.silent_s)
-    strategy = HybridAllReduceStrategy(
-        elastic=elastic,
-        comm=Comm(tune="off"),
+    strategy = HybridElasticStrategy(
+        max_hosts=scene.max_hosts,
+        meet=meet,
+        min_hosts=min_hosts,
+        silent_s=scene.silent_s,
         loss_scale=LOSS_SCALE if scene.precision == "16-true" else None,
     )
     injector.strategy = strategy
@@ -400,7 +417,7 @@ class Outcome:
         return [step for step, _ in self.records.get((host, local), [])]
 
 
-def run(scene: Scene, folder: Path) -> Outcome:
+def run(scene: Scene, folder: Path, *, limit_s: float = WAIT_LIMIT_S) -> Outcome:
     """Run a scene until every host has ended or died."""
     context = warm_context()
     folder.mkdir(parents=True, exist_ok=True)
@@ -417,7 +434,7 @@ def run(scene: Scene, folder: Path) -> Outcome:
             process.start()
 
     joins = [event for event in scene.events if isinstance(event, Join)]
-    ends_s = time.monotonic() + WAIT_LIMIT_S
+    ends_s = time.monotonic() + limit_s
     try:
         for host in scene.first_hosts:
             start(host)
@@ -428,7 +445,7 @@ def run(scene: Scene, folder: Path) -> Outcome:
                     joins.remove(event)
             if time.monotonic() > ends_s:
                 ask_for_stacks(processes)
-                raise TimeoutError(f"the run did not end in {WAIT_LIMIT_S:g} s; {state_of(folder)}")
+                raise TimeoutError(f"the run did not end in {limit_s:g} s; {state_of(folder)}")
             if not joins or any(process.is_alive() for ranks in processes.values() for process in ranks):
                 time.sleep(0.01)
             else:

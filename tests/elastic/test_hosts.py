@@ -55,7 +55,7 @@ def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path
 
 
 def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
-    """`Trainer(max_steps=2000)`, with no option of the strategy but `elastic`."""
+    """`Trainer(max_steps=2000)`, with no option of the strategy but those about hosts."""
     warm_context()
     run = recovery.Hosts(OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 2_000, "min_hosts": 2})
     for host in "ab":

@@ -17,10 +17,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
-from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from lightning_hybrid.elastic import held_loggers
 from lightning_hybrid.elastic.flat_buckets import BufferCopy, flat_buckets
 from lightning_hybrid.elastic.step_logs import metrics_of
+from lightning_hybrid.precision.loss_scale import DynamicLossScale
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
 
@@ -386,7 +386,7 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
 def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     max_steps: int, max_epochs: int | None, is_over: bool
 ) -> None:
-    from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
+    from lightning_hybrid.elastic.elastic_fit import ElasticFit
 
     progress = SimpleNamespace(current=SimpleNamespace(processed=2))
     loop = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, epoch_progress=progress)

@@ -11,15 +11,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_hybrid import Elastic
-from lightning_hybrid.elastic.membership import membership
+from lightning_hybrid import HybridElasticStrategy
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
-from lightning_hybrid.run_status import run_status
 from lightning_hybrid.elastic import views
-from lightning_hybrid.strategy.options import Comm
+from lightning_hybrid.elastic.membership import membership
+from lightning_hybrid.run_status import run_status
+from tests.elastic.user_runs import Net, Numbered
 from tests.rank_pool import Ranks
 from tests.scenes import at, fit
-from tests.elastic.user_runs import Net, Numbered
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +33,10 @@ def address() -> str:
 
 def elastic(max_hosts: int = 1) -> dict[str, Any]:
     return {
-        "elastic": Elastic(max_hosts=max_hosts, meet=address(), silent_s=0.4),
-        "comm": Comm(tune="off"),
+        "kind": HybridElasticStrategy,
+        "max_hosts": max_hosts,
+        "meet": address(),
+        "silent_s": 0.4,
         "max_epochs": 1,
         "logger": False,
     }
@@ -108,7 +109,7 @@ def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
     two_ranks: Ranks, checkpoint_of_two_hosts: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "end.ckpt")
-    plain = {"max_epochs": 1, "logger": False, "devices": 2, "comm": Comm(tune="off")}
+    plain = {"max_epochs": 1, "logger": False, "devices": 2}
     fit(two_ranks, module=Net, train=shuffled, warns=True, ckpt_path=checkpoint_of_two_hosts, save_to=path, **plain)
     from_two_hosts = torch.load(path, weights_only=True)["state_dict"]
     fit_alone(train=shuffled, save_to=path, **elastic(2))
@@ -118,7 +119,7 @@ def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
 
 def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(two_ranks: Ranks, tmp_path: Path) -> None:
     middle = str(tmp_path / "middle.ckpt")
-    plain = {"max_epochs": 1, "logger": False, "devices": 2, "comm": Comm(tune="off")}
+    plain = {"max_epochs": 1, "logger": False, "devices": 2}
     fit(two_ranks, module=Net, train=shuffled, save_to=middle, max_steps=3, **plain)
     end = str(tmp_path / "end.ckpt")
     fit_alone(train=shuffled, save_to=end, **elastic(2))
@@ -133,7 +134,7 @@ def test_a_plain_run_on_four_ranks_is_refused_by_two_hosts_with_the_batch_that_f
     four_ranks: Ranks, tmp_path: Path
 ) -> None:
     middle = str(tmp_path / "middle.ckpt")
-    plain = {"max_epochs": 1, "logger": False, "devices": 4, "comm": Comm(tune="off")}
+    plain = {"max_epochs": 1, "logger": False, "devices": 4}
     fit(four_ranks, module=Net, train=shuffled, save_to=middle, max_steps=2, **plain)
     seen = fit(module=Net, train=shuffled, raises=True, warns=True, ckpt_path=middle, **elastic(2))
     assert "NotExactError" in seen.error
@@ -174,7 +175,7 @@ def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
 def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
     """The second one's `reduce` must be the first one's, or Lightning takes it for other arguments of `log`."""
     scene = elastic(1)
-    strategy_options = {name: scene.pop(name) for name in ("elastic", "comm")}
+    strategy_options = {name: scene.pop(name) for name in ("kind", "max_hosts", "meet", "silent_s")}
     from lightning_hybrid import HybridAllReduceStrategy
     from tests import toy
 
@@ -252,7 +253,7 @@ def test_addresses_of_this_machine_alone_are_named() -> None:
 
 
 def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None:
-    options = elastic(1) | {"elastic": Elastic(max_hosts=1, meet="no-such-host.invalid:29400")}
+    options = elastic(1) | {"meet": "no-such-host.invalid:29400"}
     seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options)
     assert "`elastic.meet` (=no-such-host.invalid:29400)" in seen.error
 
@@ -327,7 +328,7 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = f"127.0.0.1:{silent.getsockname()[1]}"
         nobody = address()
-        options = elastic(2) | {"elastic": Elastic(max_hosts=2, min_hosts=2, meet=[taken, nobody], silent_s=0.4)}
+        options = elastic(2) | {"min_hosts": 2, "meet": [taken, nobody]}
         seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options, timeout=3)
     assert "TimeoutError" in seen.error
     for text in (*texts[:1], seen.error):
@@ -355,5 +356,5 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
 )
 def test_a_meet_that_is_no_address_is_refused_when_it_is_given(meet: Any, words: str) -> None:
     with pytest.raises(ValueError, match=r"`elastic.meet`") as caught:
-        Elastic(max_hosts=2, meet=meet)
+        HybridElasticStrategy(max_hosts=2, meet=meet)
     assert words in str(caught.value)

@@ -172,18 +172,15 @@ def user_main(host: str, local: int, port: int, options: dict[str, Any], folder:
 
 
 def _train(scene: UserScene, options: dict[str, Any], folder: Path, note: Callable[..., None]) -> None:
-    from lightning_hybrid import Elastic, HybridAllReduceStrategy
-    from lightning_hybrid.elastic.membership.view import IsolatedError
+    from lightning_hybrid import HybridElasticStrategy
     from lightning_hybrid.elastic import views
-    from lightning_hybrid.strategy.options import Comm
+    from lightning_hybrid.elastic.membership.view import IsolatedError
 
     views.Membership = partial(views.Membership, wait_s=scene.wait_s)  # type: ignore[assignment, misc]
     if scene.seed is not None:
         pl.seed_everything(scene.seed)
     elastic = {"max_hosts": scene.max_hosts, "meet": options["meet"], **scene.elastic}
-    strategy = HybridAllReduceStrategy(
-        elastic=Elastic(**elastic), **{"comm": Comm(tune="off"), "timeout": 60, **scene.strategy}
-    )
+    strategy = HybridElasticStrategy(**{"timeout": 60, **elastic, **scene.strategy})
     callbacks = [] if scene.callbacks is None else scene.callbacks(folder)
     settings = {
         "enable_checkpointing": False,

@@ -68,12 +68,11 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     from torch.nn import functional
     from torchmetrics import SumMetric
 
-    from lightning_hybrid import HybridAllReduceStrategy
+    from lightning_hybrid import HybridAllReduceStrategy, HybridElasticStrategy
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
+    from lightning_hybrid.elastic import elastic_fit, views
     from lightning_hybrid.elastic.membership.view import IsolatedError
     from lightning_hybrid.optim import LARS
-    from lightning_hybrid.elastic import elastic_fit, views
-    from lightning_hybrid.elastic.options import Elastic
     from lightning_hybrid.strategy.options import Mean
     from recipes.datasets.digits import DigitsDataModule
 
@@ -164,11 +163,12 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
 
     num_hosts, meet = options["hosts"], options["meet"]
     ways: dict[str, Any] = {"ranks_per_node": options["ranks"]}
+    strategy_type: Any = HybridAllReduceStrategy
     if not part.get("is_plain"):
         least, silent_s = part.get("min_hosts", 1), options["silent_s"]
-        ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)
-        del ways["ranks_per_node"]
-    strategy = HybridAllReduceStrategy(
+        ways = {"max_hosts": num_hosts, "min_hosts": least, "meet": meet, "silent_s": silent_s}
+        strategy_type = HybridElasticStrategy
+    strategy = strategy_type(
         between_nodes=Mean(
             dtype="int8" if "int8" in options["with"] else None, error_feedback="feedback" in options["with"]
         ),

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import Comm
 from tests import scenes
 from tests.scenes import at, same, this_rank
 from tests.strategy.node_slices.sliced import sgd
@@ -173,7 +172,6 @@ def fit(ranks, make_body, precision="32-true", **scene):
         max_epochs=1,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        comm=Comm(tune="off"),
         callbacks=[at(on_train_batch_end=counts)],
         **scene,
     )

@@ -1,0 +1,182 @@
+"""Random losses, joins and cuts of three hosts against one plain process.
+
+    python -m tests.elastic.random_events --events 500 --seed 0
+
+Prints a line for each run and how many steps differ in all. Ends with an error if a step differs, is missing or is made
+twice, or if a host ends otherwise than it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import string
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.elastic.replicas import (
+    WAIT_LIMIT_S,
+    Cut,
+    Join,
+    Loss,
+    Outcome,
+    Scene,
+    differences,
+    plain_run,
+    run,
+)
+
+EVENTS_PER_RUN = 20
+NUM_HOSTS = 3
+PRECISIONS = ("32-true", "16-true")
+
+
+def random_scene(num_events: int, seed: int) -> Scene:
+    """Return a run that begins with three hosts, of which one or two are lost and replaced again and again."""
+    draw = random.Random(seed)
+    unused = list(string.ascii_letters)
+    living = [unused.pop(0) for _ in range(NUM_HOSTS)]
+    hosts = list(living)
+    events: list[Loss | Join | Cut] = []
+    step = 0
+    for _ in range(num_events):
+        step += draw.choice([1, 2, 3])
+        event: Loss | Join | Cut
+        if len(living) == 1 or (len(living) < NUM_HOSTS and draw.random() < 0.6):
+            event = Join(unused.pop(0), step)
+            living.append(event.host)
+            hosts.append(event.host)
+        else:
+            event = random_loss(living, step, draw)
+            living.remove(event.host)
+            step += 1  # a loss soon after the step began has happened before the next event
+        events.append(event)
+    return Scene("".join(hosts), events, num_steps=step + 3, precision=PRECISIONS[seed % 2], silent_s=1.0)
+
+
+def random_loss(living: list[str], step: int, draw: random.Random) -> Loss | Cut:
+    """Return a loss of one of these hosts; a cut and a loss after the sum need two others."""
+    host = draw.choice(living)
+    others = [name for name in living if name != host]
+    kinds = ["before", "within", "soon"]
+    if len(others) == 2:
+        kinds += ["after", "cut"]
+    kind = draw.choice(kinds)
+    if kind == "cut":
+        return Cut(host, step)
+    if kind == "before":
+        return Loss(host, step, "before")
+    if kind == "within":
+        shard = 0
+        if len(others) == 1:  # then each has two
+            shard = draw.choice([0, 1])
+        return Loss(host, step, "within", shard=shard)
+    if kind == "soon":
+        return Loss(host, step, "soon", delay_s=draw.uniform(0.0, 0.05))
+    ahead = draw.choice(others)
+    late = next(name for name in others if name != ahead)
+    return Loss(host, step, "after", ahead=ahead, late=late)
+
+
+def kind_of(event: Loss | Join | Cut) -> str:
+    if isinstance(event, Loss):
+        return f"loss {event.when}"
+    return type(event).__name__.lower()
+
+
+def faults_of(scene: Scene, outcome: Outcome) -> list[str]:
+    """Name what is wrong in a run besides values that differ: hosts without their steps or with another end."""
+    lost = {event.host for event in scene.events if not isinstance(event, Join)}
+    starts = {event.host: event.step for event in scene.events if isinstance(event, Join)}
+    faults = []
+    for host in scene.hosts:
+        steps = outcome.steps_of(host)
+        if host in lost:
+            continue
+        if outcome.ends.get((host, 0)) != "ended":
+            faults.append(f"host {host} ended with {outcome.ends.get((host, 0))}")
+        first = steps[0] if steps else scene.num_steps
+        if first < starts.get(host, 0) or steps[-1:] != [scene.num_steps - 1]:
+            faults.append(f"host {host} made steps {steps}")
+    cut = {event.host for event in scene.events if isinstance(event, Cut)}
+    for host in sorted(cut):
+        end = outcome.ends.get((host, 0), "")
+        if not end.startswith("IsolatedError"):
+            faults.append(f"host {host}, which was cut off, ended with {end!r}")
+    return faults
+
+
+def steps_that_differ(outcome: Outcome, scene: Scene) -> tuple[int, set[int], list[str]]:
+    """Return how many steps were made, which of them differ on any host, and in which values."""
+    wanted = plain_run(scene.num_steps, scene.precision)
+    made: set[int] = set()
+    differing: set[int] = set()
+    words: list[str] = []
+    for ranks, records in outcome.records.items():
+        made |= {step for step, _ in records}
+        for record in records:
+            found = differences(Outcome(records={ranks: [record]}), wanted)
+            if found:
+                differing.add(record[0])
+                words += found
+        steps = [step for step, _ in records]
+        if steps and steps != list(range(steps[0], steps[0] + len(steps))):
+            words.append(f"host {ranks[0]} made steps {steps}")
+            differing |= {step for step in steps if steps.count(step) > 1} | (
+                set(range(steps[0], steps[-1])) - set(steps)
+            )
+    return len(made), differing, words
+
+
+def main() -> None:
+    """Run random scenes until there were enough events, or the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; each run has the next one")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many minutes; 0: no limit")
+    parser.add_argument("--keep", type=Path, help="folder for the files of runs with a fault")
+    options = parser.parse_args()
+    began_s = time.monotonic()
+    kinds: Counter[str] = Counter()
+    num_steps = num_differing = num_faults = 0
+    seed = options.seed
+    while kinds.total() < options.events:
+        minutes = (time.monotonic() - began_s) / 60
+        if options.minutes and minutes > options.minutes:
+            print(f"{minutes:.1f} minutes are over", flush=True)
+            break
+        scene = random_scene(min(EVENTS_PER_RUN, options.events - kinds.total()), seed)
+        folder = Path(tempfile.mkdtemp(prefix=f"random_events_{seed}_"))
+        run_began_s = time.monotonic()
+        try:
+            outcome = run(scene, folder, limit_s=WAIT_LIMIT_S + 10.0 * len(scene.events))
+            made, differing, words = steps_that_differ(outcome, scene)
+            words += faults_of(scene, outcome)
+        except (TimeoutError, AssertionError) as error:
+            made, differing, words = 0, set(), [str(error)]
+        num_steps += made
+        num_differing += len(differing)
+        num_faults += bool(words)
+        kinds.update(kind_of(event) for event in scene.events)
+        seconds = time.monotonic() - run_began_s
+        print(
+            f"seed {seed}: {made} steps, {len(differing)} differ, {seconds:.0f} s; {kinds.total()} events", flush=True
+        )
+        if words:
+            print(scene, *words[:10], sep="\n", flush=True)
+            if options.keep is not None:
+                shutil.copytree(folder, options.keep / folder.name)
+        shutil.rmtree(folder)
+        seed += 1
+    print(f"{kinds.total()} events: {dict(sorted(kinds.items()))}")
+    print(f"{num_steps} steps against one process: {num_differing} differ; runs with a fault: {num_faults}")
+    if num_differing or num_faults or not num_steps:
+        sys.exit("error: a run with losses is not the run of one process")
+
+
+if __name__ == "__main__":
+    main()
