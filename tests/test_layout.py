@@ -19,9 +19,11 @@ OF_DATA |= {"data.shard_loader", "data.random_streams"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
-    "flavours": {"fabric", "strategy", "pipeline", "precision", "checkpoint"},
+    "flavours": {"elastic", "fabric", "strategy", "pipeline", "precision", "checkpoint"},
     "fabric": {"strategy", "precision", "checkpoint", "comm"},
     "strategy": {"run_status", "precision", "checkpoint", "comm"} | OF_DATA,
+    "elastic": {"run_status", "strategy", "precision", "comm", "data"},
+    "elastic.membership": set(),
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "contrastive": {"data.random_streams", "models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
@@ -31,7 +33,6 @@ ARROWS = {
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,
     "comm.health": OF_COMM,
-    "elastic.membership": set(),
     "comm.stats": OF_COMM,
     "run_status": {"comm.health", "comm.stats", "optim.dtensor", "precision"},
     "precision": set(),

@@ -268,8 +268,8 @@ class ElasticFit:
         output = step(batch, *args)
         if output is None:  # without a backward the others would wait for this rank
             raise RuntimeError(
-                "`training_step` (returned None) must return a loss in an elastic run: every rank adds its part to a sum. "
-                "Return a loss of zero that depends on the parameters, or take strategy='hybrid_allreduce'."
+                "`training_step` (returned None) must return a loss in an elastic run, as every rank adds its part to "
+                "a sum. Return a loss of zero that depends on the parameters, or take strategy='hybrid_allreduce'."
             )
         return output
 

@@ -35,7 +35,9 @@ class ElasticOptions(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each."""
-        require_whole("max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2")
+        require_whole(
+            "max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2, or set HYBRID_ELASTIC_MAX_HOSTS"
+        )
         why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
         require_whole("min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
@@ -68,7 +70,7 @@ def refuse_meeting_points(meet: Any) -> None:
 
 
 _RULE = "must be addresses with ports, the same on all hosts, of which each host listens at the first that is its own."
-_CURE = 'Write meet="10.0.0.1:29400,10.0.0.2:29400".'
+_CURE = 'Write meet="10.0.0.1:29400,10.0.0.2:29400", or set HYBRID_ELASTIC_MEET.'
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 

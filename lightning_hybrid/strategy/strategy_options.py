@@ -253,7 +253,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterab
         argument_names: The arguments of the strategy, for suggestions.
 
     Raises:
-        ValueError: One is not. The error names the option that is spelt most alike.
+        ValueError: One is not. The error names the option that is most similar.
     """
     own_names = [name for name in argument_names if name != "ddp_kwargs"]
     # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
@@ -279,7 +279,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterab
 
 
 def _suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence with the option, or the field of an option, that is spelt most alike; empty if none is."""
+    """Return a sentence with the option, or the field of an option, that is most similar; empty if none is."""
     fields: dict[str, str] = {}
     for argument, option_types in (("between_nodes", (Mean, LocalSteps)), ("comm", (Comm,)), ("report", (Report,))):
         for option_type in option_types:

@@ -16,6 +16,7 @@ from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from lightning_hybrid.elastic import views
 from lightning_hybrid.elastic.membership import membership
 from lightning_hybrid.run_status import run_status
+from tests import toy
 from tests.elastic.user_runs import Net, Numbered
 from tests.rank_pool import Ranks
 from tests.scenes import at, fit
@@ -175,11 +176,9 @@ def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
 def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
     """The second one's `reduce` must be the first one's, or Lightning takes it for other arguments of `log`."""
     scene = elastic(1)
-    strategy_options = {name: scene.pop(name) for name in ("kind", "max_hosts", "meet", "silent_s")}
-    from lightning_hybrid import HybridAllReduceStrategy
-    from tests import toy
-
-    trainer = toy.trainer(strategy=HybridAllReduceStrategy(**strategy_options), **scene)
+    strategy_type = scene.pop("kind")
+    hosts = {name: scene.pop(name) for name in ("max_hosts", "meet", "silent_s")}
+    trainer = toy.trainer(strategy=strategy_type(**hosts), **scene)
     module = Net()
     trainer.fit(module, shuffled(8))
     trainer.fit_loop.max_epochs = 2
@@ -190,7 +189,7 @@ def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"reload_dataloaders_every_n_epochs": 1}, "`reload_dataloaders_every_n_epochs` (=1) and `elastic`"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "`reload_dataloaders_every_n_epochs` (=1) and `strategy`"),
         ({"ranks_per_node": 1}, "`ranks_per_node` (=1)"),
         ({"exact_resume": False}, "`exact_resume` (=False)"),
         ({"train": lambda: {"a": shuffled(), "b": shuffled()}}, "`train_dataloaders` (=2 loaders)"),
@@ -255,7 +254,7 @@ def test_addresses_of_this_machine_alone_are_named() -> None:
 def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None:
     options = elastic(1) | {"meet": "no-such-host.invalid:29400"}
     seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options)
-    assert "`elastic.meet` (=no-such-host.invalid:29400)" in seen.error
+    assert "`meet` (=no-such-host.invalid:29400)" in seen.error
 
 
 class Thaws(Net):
@@ -290,7 +289,7 @@ class Contrasts(Net):
 
 def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
     seen = fit(module=Contrasts, train=shuffled, raises=True, warns=True, **elastic(2))
-    assert "(=InfoNCE) and `elastic`" in seen.error
+    assert "(=InfoNCE) and `strategy` (='hybrid_elastic')" in seen.error
 
 
 class ReadsAnotherLoader(pl.Callback):
@@ -350,11 +349,11 @@ def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
         (29400, "(=29400)"),
         (None, "(=None)"),
         ("", "has no port"),
-        ([], "(=[])"),
+        ([], "(=())"),
     ],
     ids=str,
 )
 def test_a_meet_that_is_no_address_is_refused_when_it_is_given(meet: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=r"`elastic.meet`") as caught:
+    with pytest.raises(ValueError, match=r"`meet`") as caught:
         HybridElasticStrategy(max_hosts=2, meet=meet)
     assert words in str(caught.value)
