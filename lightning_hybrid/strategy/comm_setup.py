@@ -150,7 +150,7 @@ class CommSetup:
         """Return whether groups beside the default one may be in use at the same time: stages, slices, pairs, ..."""
         needs_own_groups = self.asked.keys() - {"unused parameters", "Fabric"}
         is_named = self._plan.algorithm not in ("auto", "flat") or self.dtype_across_nodes is not None
-        if needs_own_groups or is_named or self.tune != "off":
+        if needs_own_groups or is_named:
             return True
         for layer in () if module is None else module.modules():
             if getattr(layer, "node_slices", ()) or getattr(layer, "spans_all_ranks", False):
