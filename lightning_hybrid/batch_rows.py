@@ -85,6 +85,20 @@ def count_rows(batch: Any) -> int:
     return matching[0]
 
 
+def copy_batch(batch: Any) -> Any:
+    """Return a batch with copies of its tensors and arrays, for a step that may compute in place.
+
+    >>> images = Tensor([1, 2])
+    >>> copy_batch([images])[0].zero_(), images
+    (tensor([0., 0.]), tensor([1., 2.]))
+    """
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    return _with_entries(batch, copy_batch)
+
+
 # ---- columns, lists of samples, and nests ----------------------------------------------------------------------------
 
 

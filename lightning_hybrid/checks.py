@@ -1,8 +1,39 @@
 """Checks of what a user gave. Each error says name, value, rule, meaning and cure; `why` is the last two of these."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import Any
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value that a configuration tool handed over as a plain one: a tuple for a list, a number for its text.
+
+    Hydra hands over a `ListConfig` for a list. A command line hands over the text of a number, if an argument may be
+    text too, and so does YAML for `1e-3`. Every other value is returned as it is.
+
+    >>> plain_value(["0.9", 0.999]), plain_value("1024"), plain_value("1e-3"), plain_value("dynamic")
+    ((0.9, 0.999), 1024, 0.001, 'dynamic')
+    """
+    if isinstance(value, str):
+        return _number_in(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return tuple(plain_value(item) for item in value)
+    return value
+
+
+def _number_in(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def make_plain(instance: Any, *fields: str) -> None:
+    """Replace fields of a dataclass, frozen ones too, by their `plain_value`."""
+    for field in fields:
+        object.__setattr__(instance, field, plain_value(getattr(instance, field)))
 
 
 def require_number(
@@ -69,19 +100,3 @@ def first_line(error: BaseException) -> str:
     '`lr` (=0) must be positive'
     """
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def moved(module: str, places: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a module's `__getattr__` which says, for one release, where its names are now.
-
-    >>> moved("lightning_hybrid.models", {"ResNet": "recipes.networks.resnet"})("ResNet")
-    Traceback (most recent call last):
-    ImportError: `ResNet` is no longer in lightning_hybrid.models: it is in recipes.networks.resnet.
-    """
-
-    def get(name: str) -> object:
-        if name in places:
-            raise ImportError(f"`{name}` is no longer in {module}: it is in {places[name]}.")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return get

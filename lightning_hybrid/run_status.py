@@ -45,7 +45,11 @@ class RunStatus:
     replica_group: dist.ProcessGroup | None = None  # ranks that hold the same stage of a pipeline; None: all ranks
     node_group: dist.ProcessGroup | None = None  # those of the node, while nodes train on their own; None: all agree
     verdict_group: dist.ProcessGroup | None = None  # ranks that skip the same steps, all through a fit; None: all ranks
-    is_ending: bool = False  # an error ends this rank now, and others do not come to any collective
+    # In an elastic run: batches of a step over all hosts, ranks of all present hosts; None in other runs.
+    num_shards: int | None = None
+    num_ranks: int | None = None
+    # In an elastic run: gathers a value of each rank of all present hosts, or returns None; see `Views.gather`.
+    gather_over_hosts: Callable[[Any], list[Any] | None] | None = None
 
     @property
     def loss_scales(self) -> list[LossScale]:

@@ -18,10 +18,6 @@ _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").re
 if _program.stem == "simulate":
     gc.disable()  # to look for garbage is a tenth of its time, most of which are imports
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
-    from recipes.cli.usage import refuse_missing_extras
-
-    refuse_missing_extras(_program.stem)
-
     from recipes.cli import command_line
 
     command_line.read(_program.stem)

@@ -35,10 +35,10 @@ KEYS: dict[str, Any] = {
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero prints each case when it is done, and writes the report."""
-    with launch.job() as launched:
+    with launch.job(cfg) as launched:
         for name in ("lightning.pytorch", "lightning.fabric"):  # a line about devices for every fit
             logging.getLogger(name).setLevel(logging.WARNING)
-        with launch.short_errors():
+        with launch.short_errors(cfg):
             config_check.check(cfg, KEYS)
             benches = [instantiate(cfg[name]) for name in ("allreduce", "steps") if cfg[name] is not None]
             fabric = Fabric(strategy="ddp", **cfg.world)

@@ -1,21 +1,25 @@
 """Search for hyper-parameters: `python recipes/search.py axes.optim.lr.high=50`; see hyperparams/README.md."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import _path  # noqa: F401
 import hydra
+import optuna
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial
 
 from recipes.cli import config_check, launch
-from recipes.cli.ranges import CountOrZero, NotNegative
-from recipes.hyperparams import report as search_report
-from recipes.hyperparams.coarse_to_fine import CoarseToFine, Stopping, TrialRunner, axes_from, grid, overrides_of
-from recipes.hyperparams.optuna_backend import OptunaSearch
-from recipes.hyperparams.trial import TrainTrial, common_of
-from recipes.hyperparams.trial_log import Mode, TrialLog, TrialOutcome, best_of, check_mode, fingerprint_of
-from recipes.hyperparams.trial_pool import TrialPool
+from recipes.cli.ranges import Count, NotNegative
+from recipes.hyperparams.axes import axes_from, overrides_of
+from recipes.hyperparams.report import SearchReport
+from recipes.hyperparams.runner import TrialRunner
+from recipes.hyperparams.search import Mode, Search
+from recipes.hyperparams.trial import TrainTrial, configured, num_ranks_of, settings_of
 
 launch.register_resolvers()
 
@@ -25,49 +29,68 @@ KEYS: dict[str, Any] = {
     "trial": list[str],
     "base": list[str],
     "axes": dict,
-    "stopping": Stopping,
-    "backend": CoarseToFine | OptunaSearch,
-    "num_workers": CountOrZero,
+    "pruner": BasePruner,
+    "sampler": BaseSampler,
+    "num_trials": Count,
+    "num_workers": Count,
     "budget_s": NotNegative | None,
     "run_dir": str,
 }
 
 
-def say(outcome: TrialOutcome) -> None:
-    """Print a line for a trial that ended."""
-    found = outcome.reason if outcome.value is None else f"{outcome.value:.5g}"
-    print(f"{' '.join(outcome.overrides)}: {outcome.status} {found} {outcome.wall_s:.1f} s", flush=True)
-
-
 @hydra.main(version_base="1.3", config_path="../conf", config_name="search")
 def main(cfg: DictConfig) -> float | None:
-    """Run what is left of the search; write `trials.jsonl` as it goes, then table and picture; return the best."""
+    """Run what is left of the search, write the table and the picture, and return the best objective."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with launch.short_errors():
         config_check.check(cfg, KEYS)
-        folder = Path(cfg.run_dir)
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
-        mode, objective = check_mode(config["mode"]), config["objective"]
-        axes, stopping, backend = axes_from(config["axes"]), instantiate(cfg.stopping), instantiate(cfg.backend)
+        folder = Path(cfg.run_dir)
         base = (*config["base"], *config["trial"])
-        common = [common_of(base, overrides_of(grid(axes)[0])), objective, mode]
-        log = TrialLog(folder / "trials.jsonl", fingerprint=fingerprint_of(common))
-        trial = TrainTrial(base=base, objective=objective, mode=mode, run_dir=str(folder / "trials"))
-        pool = TrialPool(trial, num_workers=cfg.num_workers, budget_s=cfg.budget_s)
-    with pool:
-        run = TrialRunner(pool, log, mode=mode, stopping=stopping, tell=say)
-        is_complete = backend.search(axes, run, mode)
-    search_report.write_search(folder, run.rounds, axes, objective=objective, mode=mode)
-    print(
-        f"\n{search_report.markdown(run.rounds, axes, objective=objective, mode=mode)}\n\nwritten to {folder.resolve()}"
+        axes = axes_from(config["axes"])
+        first_point = {axis.key: axis.low for axis in axes}
+        trial_config = configured([*base, *overrides_of(first_point)], run_dir="-")
+        sampler = instantiate(cfg.sampler)
+        if isinstance(sampler, partial):
+            sampler = sampler(axes)
+        search = Search(
+            folder,
+            axes,
+            sampler=sampler,
+            num_trials=cfg.num_trials,
+            pruner=instantiate(cfg.pruner),
+            mode=cfg.mode,
+            settings=settings_of(base, objective=cfg.objective, mode=cfg.mode),
+        )
+        report = SearchReport(axes=axes, objective=cfg.objective, direction=search.study.direction)
+
+    def print_row(trial: FrozenTrial) -> None:
+        print(report.row(trial, num_ended=search.num_ended(), num_trials=search.num_trials), flush=True)
+
+    runner = TrialRunner(
+        search,
+        TrainTrial(base=base, objective=cfg.objective, run_dir=str(folder / "trials")),
+        num_workers=cfg.num_workers,
+        num_ranks=num_ranks_of(trial_config),
+        budget_s=cfg.budget_s,
+        log_dir=folder / "logs",
+        on_end=print_row,
     )
-    for key in search_report.edges(run.rounds, axes, mode=mode):
-        print(f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high")
-    if not is_complete:
+    num_left = search.num_trials - search.num_ended()
+    print(f"{num_left} of {search.num_trials} trials follow\n{report.header()}", flush=True)
+    runner.run()
+
+    rounds = search.rounds()
+    report.write(folder, search.study, rounds)
+    print(f"\n{report.table(rounds)}\n\nwritten to {folder.resolve()}")
+    if not search.is_complete():
         print("not complete: run it again with the same hydra.run.dir")
-    best = best_of(run.seen(), mode=mode)
+    best = report.best(rounds)
     if best is None:
         raise SystemExit("error: no trial was done; the table says why.")
-    print(f"best: {' '.join(best.overrides)}", flush=True)
+    for key in report.edges(best):
+        print(f"the best {key} lies at an end of its range: widen axes.{key}.low or axes.{key}.high")
+    print(f"best: {' '.join(overrides_of(best.params))}", flush=True)
     return best.value
 
 

@@ -16,8 +16,8 @@ from recipes.training.build import build
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """Fit, then test the final network; return the accuracy, which a sweep compares."""
-    with launch.job() as trainers:
-        with launch.short_errors():
+    with launch.job(cfg) as trainers:
+        with launch.short_errors(cfg):
             ckpt_path = resume.checkpoint(cfg)
             trainer, module, data = build(cfg, ckpt_path)
             tracking.begin(trainer, cfg, overrides=HydraConfig.get().overrides.task)

@@ -38,7 +38,7 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tune")
 def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero fits, chooses, prints and writes."""
-    with launch.job() as launched, launch.short_errors():
+    with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
         tune_setup.check_tune_keys(cfg)
         plan, work = instantiate(cfg.plan), tune_setup.configured_work(cfg)
@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)
-            network = str(cfg.profile or HydraConfig.get().runtime.choices["model"])
+            network = str(HydraConfig.get().runtime.choices["model"])
             found = tune_report.TuneReport.of(samples, replace(world, **logged), work, plan, cfg, network=network)
             found.write(folder, config)
             print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)

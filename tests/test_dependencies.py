@@ -17,14 +17,14 @@ OURS = {"lightning_hybrid", "recipes", "tests", "_path"}
 # The same Lightning by another name, which only a program that imports it by that name needs; a made-up one of a test;
 # and what is imported by another name than a distribution's, where it may not be installed.
 OTHERS = {"pytorch_lightning", "lightning_fabric", "strange_lightning"}
-NAMES = {"nvidia": "nvidia-dali-cuda130", "simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
+NAMES = {"simplejpeg": "simplejpeg", "triton": "triton", "optuna": "optuna"}
 NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 
 
 DISTRIBUTIONS = packages_distributions()
 
 
-LOCKED = ("recipes", "report", "jpeg", "search", "tensorboard", "text", "test", "dev", "docs")
+LOCKED = ("recipes", "report", "jpeg", "search", "study", "tensorboard", "text", "test", "dev", "docs")
 
 
 def canonical(name: str) -> str:

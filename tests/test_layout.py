@@ -27,7 +27,6 @@ ARROWS = {
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
     "planning": {"comm.codec"} | OF_COMM,
     "comm": set(),
-    "comm.tuning": {"comm.codec", "comm.engine", "comm.health", "comm.stats"} | OF_COMM,
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
     "comm.codec": OF_COMM,
@@ -41,7 +40,8 @@ ARROWS = {
     "data": set(),
     "models": set(),
 }
-FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "placement"}
+FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "module_state"}
+FOR_ALL |= {"placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
 MOST_MODULES = 20
 

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.checks import moved
-
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.ema import MasterWeightAveraging
     from lightning_hybrid.callbacks.fp16_range import HalfPrecisionReport, half_precision_report
@@ -44,16 +42,9 @@ _PLACES = {
     **dict.fromkeys(("DataOrderError", "ReplicaCheck", "ReplicaDriftError"), "replica_check"),
 }
 
-_moved = moved(
-    __name__,
-    {
-        "SeedEachStep": "recipes.training.callbacks.seed_each_step",
-        "StepCheckpoint": "recipes.training.callbacks.step_checkpoint",
-        "progress_bar": "recipes.training.callbacks.progress_bar",
-    },
-)
-
 
 def __getattr__(name: str) -> object:
     # Imported when it is first asked for: some commands use a module of this package, and no Lightning.
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name) if name in _PLACES else _moved(name)
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

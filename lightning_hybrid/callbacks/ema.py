@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 
 
 class HostCountedAverage(AveragedModel):
@@ -56,14 +56,15 @@ class MasterWeightAveraging(EMAWeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999, **kwargs: Any) -> None:
+        decay = plain_value(decay)
         if not 0 <= decay <= 1:
             raise ValueError(
                 f"`decay` (={decay}) must be between 0 and 1: it is the part of the average that stays at each update. "
                 "0.999 remembers about a thousand steps."
             )
-        every = kwargs.get("update_every_n_steps", 1)
-        require_whole("update_every_n_steps", every, "steps are counted. Set callbacks.ema.update_every_n_steps=1")
-        super().__init__(decay=decay, **kwargs)
+        every = plain_value(kwargs.pop("update_every_n_steps", 1))
+        require_whole("update_every_n_steps", every, "steps are counted. Write update_every_n_steps=1")
+        super().__init__(decay=decay, update_every_n_steps=every, **kwargs)
         self._is_handed_over = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -71,8 +72,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise ValueError(
                 f"`strategy` (={type(trainer.strategy).__name__}) and MasterWeightAveraging exclude each other: the "
-                "average is a copy of the module, and FSDP2 cannot copy one. Leave the callback out, as by "
-                "callbacks=default, or take another strategy."
+                "average is a copy of the module, and FSDP2 cannot copy one. Leave the callback "
+                "out, or take another strategy."
             )
         # Lightning would copy the module where it is now, before it moves to the device.
         device_of_user = self._device

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from lightning_hybrid.atomic_file import atomic_path
+from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import local_shard
 from lightning_hybrid.run_status import run_status
 
@@ -89,6 +90,8 @@ def save_state(
     """Save the state at the moment of failure as `step<s>_rank<r>.pt`; return None where there is one already."""
     # It loads with `torch.load(..., weights_only=True)`. fp32 weights are the same on all ranks: rank zero saves them.
     path = folder / f"step{trainer.global_step}_rank{trainer.global_rank}.pt"
+    if run_status(trainer).num_shards is not None:  # ranks of several hosts have this number in an elastic run
+        path = path.with_name(f"{path.stem}_{host_identity()[0]}.pt")
     if path.exists():
         return None
     snapshot: dict[str, Any] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from lightning_hybrid.callbacks.recalibrate_bn import generators_kept, new_train_loader
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametrised
 
 SUBNORMAL, NORMAL, END = -24, -14, 16  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
@@ -79,12 +79,13 @@ def half_precision_report(module: pl.LightningModule, batches: Iterable[Any], *,
     Raises:
         ValueError: The module optimizes by hand, or has no parameters yet.
     """
-    require_whole("num_batches", num_batches, "so many batches are run. Set callbacks.half_precision.num_batches=2")
+    num_batches = plain_value(num_batches)
+    require_whole("num_batches", num_batches, "so many batches are run. Write num_batches=2")
     if not module.automatic_optimization or not any(True for _ in module.parameters()):
         what = "`automatic_optimization` (=False)" if not module.automatic_optimization else "`parameters()` (=none)"
         raise ValueError(
             f"{what} leaves the report on half precision nothing to see: it runs `training_step` of layers that exist, "
-            "and backward of the loss that comes back. Leave callbacks.half_precision out."
+            "and backward of the loss that comes back. Leave `HalfPrecisionReport` out."
         )
     counts: dict[tuple[str, str], Tensor] = {}
 
@@ -166,6 +167,6 @@ class HalfPrecisionReport(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Run the batches, before the strategy converts the module."""
         if stage == "fit":
-            loader = new_train_loader(trainer, asked_by="callbacks=half_precision")
+            loader = new_train_loader(trainer, asked_by="HalfPrecisionReport")
             self.report = half_precision_report(pl_module, loader, num_batches=self.num_batches)
             rank_zero_info(str(self.report))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid.callbacks.failure_snapshot import LayerProbes, describe_batch, largest_gradients, save_state
 from lightning_hybrid.callbacks.training_metrics import is_logged_step
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.comm.health.watchdog import failed_wait
 from lightning_hybrid.comm.topology import host_identity
 from lightning_hybrid.optim.dtensor import is_dtensor
@@ -66,7 +66,8 @@ class NumericsMonitor(Callback):
     """
 
     def __init__(self, run_dir: str | None = None, patience: int = 3) -> None:
-        why = "so often a gradient must be found zero. Set callbacks.numbers.patience=3"
+        why = "so often a gradient must be found zero. Write patience=3"
+        patience = plain_value(patience)
         require_whole("patience", patience, why, unit="logged steps")
         self.folder = None if run_dir is None else Path(run_dir) / "numbers"
         self.patience = patience

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.lightning_names import misconfiguration
 from lightning_hybrid.run_status import run_status
 
@@ -62,7 +62,8 @@ class RecalibrateBatchNorm(Callback):
     """
 
     def __init__(self, num_images: int = 2048, forward: Callable[[pl.LightningModule, Any], Any] | None = None) -> None:
-        require_whole("num_images", num_images, "statistics need images. Set callbacks.recalibrate_bn.num_images=2048")
+        num_images = plain_value(num_images)
+        require_whole("num_images", num_images, "statistics need images. Write num_images=2048")
         self.num_images = num_images
         self.forward = forward or _forward_images
         self._has_warned = False
@@ -80,8 +81,8 @@ class RecalibrateBatchNorm(Callback):
     def _recalibrate(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if run_status(trainer).replica_group is not None:
             raise misconfiguration(
-                "`callbacks=recalibrate_bn` cannot be combined with strategy='hybrid_pipeline': it runs the network "
-                "outside of a step, where each rank has its own stages alone. Leave it out: callbacks=default."
+                "`RecalibrateBatchNorm` cannot be combined with strategy='hybrid_pipeline': it runs the network "
+                "outside of a step, where each rank has its own stages alone. Leave it out."
             )
         layers = {
             name: layer
@@ -89,7 +90,7 @@ class RecalibrateBatchNorm(Callback):
             if isinstance(layer, _BatchNorm) and layer.track_running_stats
         }
         if not layers:
-            rank_zero_warn("`callbacks=recalibrate_bn`: the module has no BatchNorm with running statistics.")
+            rank_zero_warn("`RecalibrateBatchNorm`: the module has no BatchNorm with running statistics.")
             return
         begin = time.perf_counter()
         with isolate_rng(), _normalizing_by_batch(trainer, pl_module, layers) as statistics:
@@ -102,7 +103,7 @@ class RecalibrateBatchNorm(Callback):
             self._has_warned = True
             names = ", ".join(f"`{name}`" for name, layer in layers.items() if layer in statistics.frozen)
             rank_zero_warn(
-                f"`callbacks=recalibrate_bn`: {names} keep their statistics, as they are in evaluation mode while the "
+                f"`RecalibrateBatchNorm`: {names} keep their statistics, as they are in evaluation mode while the "
                 "module trains."
             )
         for callback in trainer.callbacks:
@@ -113,7 +114,7 @@ class RecalibrateBatchNorm(Callback):
         pl_module.log(m.RECALIBRATION_S, time.perf_counter() - begin, on_epoch=True, sync_dist=True, reduce_fx="max")
 
     def _batches(self, trainer: pl.Trainer) -> Iterator[Any]:
-        loader: Any = new_train_loader(trainer, asked_by="callbacks=recalibrate_bn")
+        loader: Any = new_train_loader(trainer, asked_by="RecalibrateBatchNorm")
         if isinstance(loader, DataLoader):
             loader = copy(loader)
             loader._iterator = None  # workers that persist are in the middle of the epoch
@@ -265,7 +266,7 @@ def _on_device(trainer: pl.Trainer, batch: Any) -> Any:
 def _forward_images(module: pl.LightningModule, batch: Any) -> Any:
     if type(module).forward is nn.Module.forward:
         raise RuntimeError(
-            f"`{type(module).__name__}.forward` is not defined: `callbacks=recalibrate_bn` cannot run the "
+            f"`{type(module).__name__}.forward` is not defined: `RecalibrateBatchNorm` cannot run the "
             "network. Define it, or give `RecalibrateBatchNorm(forward=lambda module, batch: module.net(batch[0]))`."
         )
     return module(batch[0] if isinstance(batch, tuple | list) else batch)

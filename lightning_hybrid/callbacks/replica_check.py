@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.comm.health.diagnosis import differing, places_of
 from lightning_hybrid.comm.health.replica_difference import (
     PART,
@@ -50,7 +51,8 @@ class ReplicaCheck(Callback):
     own (`LocalSteps`), the ranks of each node are compared.
 
     *Every rank must have this callback, with the same number.* The host waits for the device at a check, and at no
-    other step. Nothing happens with one rank.
+    other step. Nothing happens with one rank. In an elastic run the ranks of all hosts are compared; a check that a
+    change of hosts interrupts is left out, as hosts are compared when they train together again.
 
     Args:
         every_n_steps: steps from one check to the next. A rank that drifted is found after that many at the latest.
@@ -64,8 +66,9 @@ class ReplicaCheck(Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         why = (
             "from a comparison of the ranks to the next: the most steps for which a rank that drifted stays unseen. "
-            "Set callbacks.replicas.every_n_steps=100, or leave the check out with ~callbacks.replicas"
+            "Write every_n_steps=100, or leave `ReplicaCheck` out"
         )
+        every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why, unit="steps")
         self.every_n_steps = every_n_steps
         self._fingerprint: Fingerprint | None = None
@@ -91,10 +94,13 @@ class ReplicaCheck(Callback):
 
     def _check(self, trainer: pl.Trainer) -> None:
         before, self._checked_step = self._checked_step, trainer.global_step
+        status = run_status(trainer)
+        if status.gather_over_hosts is not None:
+            self._check_over_hosts(trainer, status.gather_over_hosts, equal_at=before)
+            return
         if trainer.world_size < 2 or not dist.is_initialized():
             return
         assert self._fingerprint is not None
-        status = run_status(trainer)
         group, (place, num_places) = status.replica_group or status.node_group, status.place_in_node
         found = {name: self._fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
         parts = {name: one for name, one in found.items() if name.startswith(PART)}  # of those of one local rank
@@ -116,6 +122,25 @@ class ReplicaCheck(Callback):
         if any(smallest != ~not_largest for smallest, not_largest in zip(both[::2], both[1::2], strict=True)):
             raise self._explain(own | parts, order, step=trainer.global_step, equal_at=before, group=group)
 
+    def _check_over_hosts(
+        self, trainer: pl.Trainer, gather: Callable[[Any], list[Any] | None], *, equal_at: int
+    ) -> None:
+        """Compare the ranks of all hosts of an elastic run, in which hosts are lost and join between two checks.
+
+        A check that a change of hosts interrupts is left out: hosts are compared as they train together again.
+        """
+        assert self._fingerprint is not None
+        own = {name: int(self._fingerprint.of(tensor)) for name, tensor in tensors_of_replica(trainer)}
+        of_ranks = gather((host_identity()[0], own, order_of(trainer.train_dataloader)))
+        if of_ranks is None:
+            return
+        hosts = [host for host, _, _ in of_ranks]
+        values = [values_of_rank for _, values_of_rank, _ in of_ranks]
+        orders = [order for _, _, order in of_ranks]
+        has_other_orders = any(order != orders[0] for order in orders)
+        if names_that_differ(values) or has_other_orders:
+            raise self._error_of(values, orders, hosts, step=trainer.global_step, equal_at=equal_at, numbers="")
+
     def _explain(
         self,
         own: dict[str, Tensor],
@@ -129,11 +154,25 @@ class ReplicaCheck(Callback):
         ranks: list[tuple[str, dict[str, int], dict[str, Any]]] = [("", {}, {})] * dist.get_world_size(group)
         values = dict(zip(own, torch.stack([one.cpu() for one in own.values()]).tolist(), strict=True))
         dist.all_gather_object(ranks, (host_identity()[0], values, order), group=group)
-        hosts, values_of = [host for host, _, _ in ranks], [values for _, values, _ in ranks]
+        hosts = [host for host, _, _ in ranks]
+        values_of = [values for _, values, _ in ranks]
+        orders = [order for _, _, order in ranks]
         numbers = "" if group is None else f" Here ranks {dist.get_process_group_ranks(group)} are numbered from 0."
+        return self._error_of(values_of, orders, hosts, step=step, equal_at=equal_at, numbers=numbers)
+
+    def _error_of(
+        self,
+        values_of: list[dict[str, int]],
+        orders: list[dict[str, Any]],
+        hosts: list[str],
+        *,
+        step: int,
+        equal_at: int,
+        numbers: str,
+    ) -> RuntimeError:
         since = "when training started" if equal_at < 0 else f"between steps {equal_at} and {step}"
         if not names_that_differ(values_of):
-            difference = differing([order for _, _, order in ranks])
+            difference = differing(orders)
             return DataOrderError(
                 f"The ranks read the data in different orders; seen {since} (`every_n_steps` (={self.every_n_steps})): "
                 f"{difference}. Samples are read twice in an epoch and others never. Give every rank the same seed, "

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 
 CHECKPOINT_NAME = "stopped.ckpt"
 
@@ -70,7 +70,8 @@ class StopOnSignal(Callback):
         signals: tuple[str, ...] | list[str] = ("SIGTERM", "SIGINT"),
         every_n_steps: int = 1,
     ) -> None:
-        why = "so often all ranks are asked whether one of them received a signal. Set callbacks.stop.every_n_steps=1"
+        why = "so often all ranks are asked whether one of them received a signal. Write every_n_steps=1"
+        every_n_steps = plain_value(every_n_steps)
         require_whole("every_n_steps", every_n_steps, why)
         self.dirpath = dirpath
         self.signals = [_signal_of(name) for name in signals]

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.checks import require_choice
+from lightning_hybrid.checks import plain_value, require_choice
 
 
 class TimeToAccuracy(Callback):
@@ -37,6 +37,7 @@ class TimeToAccuracy(Callback):
     def __init__(
         self, target: float, monitor: str = m.VAL_ACC, mode: Literal["max", "min"] = "max", stop: bool = False
     ) -> None:
+        target = plain_value(target)
         why = f"whether `{monitor}` reaches {target} from below, as accuracy does, or from above, as loss does"
         require_choice("mode", mode, ("max", "min"), why)
         self.target, self.monitor, self.mode, self.stop = target, monitor, mode, stop

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
-from lightning_hybrid.checks import require_positive, require_whole
+from lightning_hybrid.checks import plain_value, require_positive, require_whole
 from lightning_hybrid.comm.stats.summary import CommSummary
 from lightning_hybrid.optim.diagnostics import trust_ratios
 from lightning_hybrid.run_status import RunStatus, run_status
@@ -50,6 +50,9 @@ class TrainingMetrics(Callback):
         peak_flops_per_s: float | None = None,
         with_trust_ratios: bool = True,
     ) -> None:
+        skip_steps = plain_value(skip_steps)
+        flops_per_image = plain_value(flops_per_image)
+        peak_flops_per_s = plain_value(peak_flops_per_s)
         require_whole("skip_steps", skip_steps, "steps are counted; 0 leaves none out of the clock", least=0)
         for name, value in (("flops_per_image", flops_per_image), ("peak_flops_per_s", peak_flops_per_s)):
             if value is not None:
@@ -57,7 +60,7 @@ class TrainingMetrics(Callback):
         if peak_flops_per_s is not None and flops_per_image is None:
             raise ValueError(
                 f"`peak_flops_per_s` (={peak_flops_per_s:g}) needs `flops_per_image`: utilisation is operations per "
-                "second by this peak. Give callbacks.metrics.flops_per_image, or leave the peak out."
+                "second by this peak. Give `flops_per_image`, or leave `peak_flops_per_s` out."
             )
         self.skip_steps = skip_steps
         self.flops_per_image = flops_per_image
@@ -99,7 +102,10 @@ class TrainingMetrics(Callback):
         """Count; at a logged step, read and log."""
         # The ranks of a pipeline read the same batch.
         shares = trainer.distributed_sampler_kwargs  # None: a strategy of one device
-        self._window_images += num_images(batch) * (shares["num_replicas"] if shares else 1)
+        num_shards = run_status(trainer).num_shards
+        if num_shards is None:
+            num_shards = shares["num_replicas"] if shares else 1
+        self._window_images += num_images(batch) * num_shards
         if trainer.global_step == self._last_step:  # accumulating gradients
             return
         self._last_step = trainer.global_step
@@ -158,7 +164,8 @@ class TrainingMetrics(Callback):
         if self.flops_per_image is not None:
             values[m.FLOPS_PER_S] = images_per_s * self.flops_per_image
             if self.peak_flops_per_s is not None:
-                values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * trainer.world_size)
+                num_ranks = run_status(trainer).num_ranks or trainer.world_size
+                values[m.MFU] = values[m.FLOPS_PER_S] / (self.peak_flops_per_s * num_ranks)
         return values | comm_report.clock_metrics(comm, elapsed_s=elapsed_s, link_bytes_per_s=link_bytes_per_s)
 
 

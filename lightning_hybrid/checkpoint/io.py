@@ -19,7 +19,7 @@ from lightning_hybrid.checkpoint.file import (
 )
 from lightning_hybrid.checkpoint.host_copy import HostCopies
 from lightning_hybrid.checkpoint.writer_thread import WriterThread
-from lightning_hybrid.checks import require_choice, require_positive, require_whole
+from lightning_hybrid.checks import plain_value, require_choice, require_positive, require_whole
 from lightning_hybrid.lightning_names import lightning_function, lightning_types
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class DurableCheckpointIOMixin(_Base):
         keep_previous: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        why = "the one that is being written is in memory. Set checkpoint_io.max_in_memory=1"
+        why = "the one that is being written is in memory. Write max_in_memory=1"
+        max_in_memory = plain_value(max_in_memory)
+        timeout_s = plain_value(timeout_s)
         require_whole("max_in_memory", max_in_memory, why, unit="checkpoints")
         require_positive("timeout_s", timeout_s, "it is how long to wait for the disk, in seconds. 900 is usual")
         why = "raise ends the run when a checkpoint is not written, warn lets it continue with the old one"
@@ -166,7 +168,7 @@ class DurableCheckpointIOMixin(_Base):
         return CheckpointWriteError(
             f"`timeout_s` (={self.timeout_s:g}) is over and {self._thread.num_jobs} checkpoints are not yet written: "
             "the disk hangs, or is too slow for them. What was written before is whole. Save less often, give "
-            "checkpoint_io.timeout_s more, or look after the disk."
+            "`timeout_s` more, or look after the disk."
         )
 
     # ---- errors ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A bucket goes from `hook` (divide, submit) to `engine/` (stages of successive buckets at the same time). `topology` says
 which ranks share a node, `plan` how large buckets are and which algorithm sums each, `bucket_layout` what follows from
-bytes alone. `health/` makes one error of a failure, `stats/` counts bytes and seconds, `tuning/` tries other plans.
+bytes alone. `health/` makes one error of a failure and `stats/` counts bytes and seconds.
 In use::
 
     engine = CommEngine(topology=Topology.discover(), plan=CommPlan(), timeout=timeout, device=device)

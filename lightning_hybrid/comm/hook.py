@@ -53,13 +53,14 @@ class HookState:
         if comm_dtype is not None and comm_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"`comm_dtype` (={comm_dtype}) must be None or one of float32, float16, bfloat16: gradients are summed "
-                "in it. Leave `strategy.comm.dtype` unset to sum them as they are."
+                "in it. Leave `comm.dtype` unset to sum them as they are."
             )
         self.engine: CommEngine | None = engine
         self.comm_dtype = comm_dtype
         self.scatter = scatter
         self.blocks = BlockNumbers(parameters)
         self.feedback = self._new_feedback()
+        self.num_buckets = 0  # that DDP has handed over
         self._padded: dict[int, tuple[list[int], PaddedBucket]] = {}  # by index of the bucket, with what it is made for
 
     def _new_feedback(self) -> ErrorFeedback | None:
@@ -93,7 +94,7 @@ class HookState:
     def __getstate__(self) -> dict:
         # Threads and process groups cannot be pickled. DDP does not register hooks again after unpickling, so the
         # caller must do it, with a state that has an engine.
-        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None, "feedback": None}
+        return {"engine": None, "comm_dtype": self.comm_dtype, "scatter": None, "feedback": None, "num_buckets": 0}
 
 
 def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEngine, Tensor]:
@@ -108,6 +109,7 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
         raise RuntimeError(
             "this hook state was unpickled and has no engine: register the hook again, with a state built from one"
         )
+    state.num_buckets += 1
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         raise TypeError(
             f"bucket {bucket.index()} (of layout {buffer.layout}, {buffer.dtype}) must be dense and real: this "

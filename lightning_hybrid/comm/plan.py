@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_hybrid.checks import require_choice, require_whole
+from lightning_hybrid.checks import make_plain, require_choice, require_whole
 from lightning_hybrid.comm.bucket_layout import KIB, MIB, ddp_buckets
 
 # Names of the all-reduce algorithms in engine/stages.py.
@@ -115,9 +115,9 @@ class CommPlan:
     check_order: bool = True
 
     def __post_init__(self) -> None:
-        why = (
-            "it names the all-reduce. Set `strategy.comm.algorithm=auto` to have it chosen by bucket size and topology"
-        )
+        make_plain(self, "bucket_bytes", "num_buckets", "last_bucket_bytes", "hierarchical_below_bytes")
+        make_plain(self, "chunk_bytes", "num_parallel_groups")
+        why = "it names the all-reduce. Write algorithm='auto' to have it chosen by bucket size and topology"
         require_choice("algorithm", self.algorithm, ("auto", *get_args(Algorithm)), why)
         _require_bytes("bucket_bytes", self.bucket_bytes, least=1, cure="DistributedDataParallel's own is 26214400")
         _require_bytes("last_bucket_bytes", self.last_bucket_bytes, least=1, cure="`bucket_bytes` makes it like others")
@@ -251,7 +251,7 @@ class CommPlan:
         return (
             f"`algorithm` (='two_level') needs nodes of equal size, and the {topology.world_size} ranks are spread "
             f"unevenly over {topology.num_nodes} nodes: the flat ring is used instead. "
-            "`strategy.comm.algorithm=hierarchical` works with uneven nodes."
+            "comm=Comm(algorithm='hierarchical') works with uneven nodes."
         )
 
     def describe(self, topology: NodeShape, *, on_cuda: bool = False) -> str:

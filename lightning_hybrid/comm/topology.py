@@ -222,14 +222,14 @@ class ReplicaSets:
 
 def validate_ranks_per_node(*, world_size: int, ranks_per_node: int) -> None:
     """Check an explicit node size; needs no process group, so it can run before anything is launched."""
-    why = "it counts the ranks that share a node. Leave `strategy.ranks_per_node` unset to have nodes found"
+    why = "it counts the ranks that share a node. Leave `ranks_per_node` unset to have nodes found"
     require_whole("ranks_per_node", ranks_per_node, why)
     if world_size % ranks_per_node:  # a last node with fewer ranks
         raise ValueError(
             f"`ranks_per_node` (={ranks_per_node}) must divide `world_size` (={world_size}): it says that nodes are "
             f"consecutive blocks of equal size, and here the last node would hold {world_size % ranks_per_node} "
-            f"ranks. Either launch a multiple of {ranks_per_node} ranks, or leave `strategy.ranks_per_node` unset so "
-            "that nodes are found by themselves, or use the flat ring with `strategy.comm.algorithm=flat`."
+            f"ranks. Either launch a multiple of {ranks_per_node} ranks, or leave `ranks_per_node` unset so "
+            "that nodes are found by themselves, or use the flat ring with comm=Comm(algorithm='flat')."
         )
 
 

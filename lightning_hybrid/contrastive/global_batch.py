@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.batch_rows import split_rows
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import plain_value, require_whole
 from lightning_hybrid.contrastive.embedding import Embedding
 from lightning_hybrid.contrastive.two_passes import SecondPass, TwoPasses
 
@@ -54,6 +54,7 @@ class GlobalBatch(nn.Module):
 
     def __init__(self, loss: nn.Module, *, chunk: int = 256) -> None:
         super().__init__()
+        chunk = plain_value(chunk)
         require_whole("chunk", chunk, "pairs that pass through the network at a time")
         self.loss = loss
         self.chunk = chunk

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.checks import require_number, require_whole
+from lightning_hybrid.checks import plain_value, require_number, require_whole
 from lightning_hybrid.contrastive.exchange import Peers
 from lightning_hybrid.contrastive.pair_functions import (
     Correlation,
@@ -53,6 +53,7 @@ class PairLoss(nn.Module):
 
     def __init__(self, *, block: int = 256) -> None:
         super().__init__()
+        block = plain_value(block)
         require_whole("block", block, "rows of a block of pairs")
         self.block = block
         self._peers: Peers | None = None
@@ -114,6 +115,7 @@ class InfoNCE(PairLoss):
 
     def __init__(self, temperature: float | None = 0.1, *, both_views: bool = False, block: int = 256) -> None:
         super().__init__(block=block)
+        temperature = plain_value(temperature)
         if temperature is None:
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         elif not 0 < temperature < math.inf:
@@ -179,6 +181,8 @@ class BarlowTwins(PairLoss):
 
     def __init__(self, off_diagonal: float = 0.005, *, eps: float = 1e-5, block: int = 256) -> None:
         super().__init__(block=block)
+        off_diagonal = plain_value(off_diagonal)
+        eps = plain_value(eps)
         require_number("off_diagonal", off_diagonal, "it is a weight. Set off_diagonal=0.005")
         require_number("eps", eps, "it is added to variances. Set eps=1e-5")
         self.off_diagonal = off_diagonal

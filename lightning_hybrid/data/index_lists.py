@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -174,6 +174,14 @@ def _checksum_of_index(index: Any, before: int) -> int:
         # Keys of other types. The default `repr` of an object holds its address, which differs in each process.
         text = re.sub(r" at 0x[0-9a-f]+", "", repr(index))
         return zlib.crc32(text.encode(), before)
+
+
+def checksum_of_index_lists(index_lists: Iterable[Any]) -> int:
+    """Return the checksum of index lists, as a loader that resumes exactly has it after their batches."""
+    checksum = 0
+    for index in index_lists:
+        checksum = _checksum_of_index(index, checksum)
+    return checksum
 
 
 def checksum_of_batch(batch: Any) -> int:

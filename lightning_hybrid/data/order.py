@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hybrid.checks import make_plain
 from lightning_hybrid.data.batch_counters import (
     count_batches_as,
     goes_on_in_epoch,
@@ -86,6 +87,7 @@ class EpochOrder:
     accumulate_grad_batches: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self, "num_images", "global_batch_size", "seed", "world_size", "rank", "accumulate_grad_batches")
         _ = self.batch_size_per_rank
         if self.global_batch_size > self.num_images:
             most = largest_global_batch_size(
@@ -233,7 +235,7 @@ class ResumableLoader(ABC):
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(
                 f"`{missing[0]}` must be in the checkpoint's state of the training loader, which has {sorted(state)}: "
-                "another loader or version wrote it. Train with data=... as it was in the interrupted run."
+                "another loader or version wrote it. Train with the data of the interrupted run."
             )
         self._refuse_other(state, self._SAME, "the resumed epoch would repeat some images and miss others")
         # Between two steps nothing depends on how many ranks and batches shared them. A trainer begins the step again.
@@ -251,9 +253,9 @@ class ResumableLoader(ABC):
 
     def _refuse_other(self, state: dict[str, Any], names: tuple[str, ...], why: str) -> None:
         cures = {
-            "num_images": "data=... as it was in the interrupted run: the same images",
-            "world_size": "trainer.devices and trainer.num_nodes as they were in the interrupted run",
-            "accumulate_grad_batches": "trainer.accumulate_grad_batches as it was in the interrupted run",
+            "num_images": "the data as it was in the interrupted run: the same images",
+            "world_size": "`devices` and `num_nodes` of the Trainer as they were in the interrupted run",
+            "accumulate_grad_batches": "`accumulate_grad_batches` of the Trainer as it was in the interrupted run",
         }
         for name in names:
             own = getattr(self.order, name)

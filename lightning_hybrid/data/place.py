@@ -79,16 +79,27 @@ def is_held_by_training(trainer: Any, iterator: Iterator[Any]) -> bool:
 class IteratorsOfTraining:
     """Test for iterators that the training loop of a trainer holds.
 
-    It does not keep the trainer alive, and a copy asks the same trainer.
+    It does not keep the trainer alive. A copy asks the same trainer. An unpickled one knows no trainer.
 
     Args:
-        trainer: The trainer whose loop reads loaders.
+        trainer: The trainer whose loop reads loaders, or None.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: weakref.ref[Any] | None = None
+        if trainer is not None:
+            self._trainer = weakref.ref(trainer)
+
+    def _live_trainer(self) -> Any:
+        return None if self._trainer is None else self._trainer()
 
     def __call__(self, iterator: Iterator[Any]) -> bool:
         """Return whether the training loop holds this iterator."""
-        trainer = self._trainer()
+        trainer = self._live_trainer()
         return trainer is not None and is_held_by_training(trainer, iterator)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IteratorsOfTraining:
+        return IteratorsOfTraining(self._live_trainer())
+
+    def __reduce__(self) -> Any:
+        return IteratorsOfTraining, (None,)

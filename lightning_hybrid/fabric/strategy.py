@@ -1,7 +1,7 @@
 """The strategy `hybrid_allreduce` for Fabric: the same communication, precision and checkpoints in a user's own loop.
 
-Of the Trainer's strategy it leaves out what needs a trainer: tuning of the plan (the number of steps is not known), the
-timeline, prefetching, schedules that wait after a skipped step.
+Of the Trainer's strategy it leaves out what needs a trainer: the timeline, prefetching, schedules that wait after a
+skipped step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommEngine, CommPlan
+from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.health.watchdog import is_of_a_collective
 from lightning_hybrid.fabric.precision import FabricMasterWeightMixin
 from lightning_hybrid.precision.loss_scale import LossScale
@@ -28,11 +28,11 @@ from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged, wit
 from lightning_hybrid.strategy.comm_setup import CommSetup, trained_parameters
 from lightning_hybrid.strategy.exact_resume.loop_loaders import LoopLoaders
 from lightning_hybrid.strategy.failures import FailureReports, reason_of
-from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
@@ -73,8 +73,6 @@ class FabricHybridAllReduce(_Base):
             an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
             start_method: as in Fabric's `DDPStrategy`.
-        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, reduction: keywords of 0.2, which go with
-            the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`. `gradient_as_bucket_view` is off unless set.
 
     Raises:
@@ -102,25 +100,19 @@ class FabricHybridAllReduce(_Base):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        algorithm: str | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
-        reduction: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, _ = with_old_keywords(locals(), between_nodes=between_nodes, comm=comm)
-        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures, self._loss_scale = CommSetup("Fabric"), FailureReports(), loss_scale
-        for_ddp = self._comm.take_options(
+        self._options = StrategyOptions.parse(
             ddp_kwargs,
-            own=inspect.signature(FabricHybridAllReduce).parameters,
+            argument_names=inspect.signature(FabricHybridAllReduce).parameters,
+            kind="Fabric",
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,
             loss_scale=loss_scale,
         )
+        self._comm = CommSetup(self._options)
+        self._failures = FailureReports()
         self._loaders = LoopLoaders(exact_resume)
         self._engines: list[CommEngine] = []
         self._modules = nn.ModuleList()  # those that were set up
@@ -135,7 +127,7 @@ class FabricHybridAllReduce(_Base):
             process_group_backend=process_group_backend,
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
-            **for_ddp,
+            **self._options.ddp_options,
         )
 
     @property
@@ -146,7 +138,7 @@ class FabricHybridAllReduce(_Base):
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         """Replace Fabric's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision = with_masters(precision, self._precision_type, self._loss_scale)
+        self._precision = with_masters(precision, self._precision_type, self._options.loss_scale)
 
     @property
     def communication_plan(self) -> str | None:

@@ -24,12 +24,12 @@ def corrected_momentum(momentum: float, *, accumulate_grad_batches: int) -> floa
     >>> round(one, 6), round((1 - one) ** 4, 12)
     (0.025996, 0.9)
     """
-    why = "a step has no fewer micro-batches. Set trainer.accumulate_grad_batches"
+    why = "a step has no fewer micro-batches. Give that of the Trainer"
     require_whole("accumulate_grad_batches", accumulate_grad_batches, why)
     if not 0 <= momentum <= 1:
         raise ValueError(
             f"`momentum` (={momentum}) must be in [0, 1]: it weighs the new batch against the old average. "
-            "Set model.bn_momentum."
+            "0.1 is torch's."
         )
     # log1p(-1) is -inf; and one micro-batch must leave the momentum as it is, to the bit.
     if momentum == 1 or accumulate_grad_batches == 1:

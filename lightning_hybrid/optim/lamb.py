@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checks import require_choice, require_number
+from lightning_hybrid.checks import plain_value, require_choice, require_number
 from lightning_hybrid.optim.foreach_ops import add_scaled_, as_dtype, in_blocks
 from lightning_hybrid.optim.fused.step import FusedLamb
 from lightning_hybrid.optim.gradients import UNSCALED, GradScaling, is_together, lr_of
@@ -52,7 +52,8 @@ class LAMB(LayerwiseOptimizer):
     `capturable=True` is as in `LARS`, and counts steps on the parameters' device. `differentiable` is refused.
 
     Raises:
-        ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
+        ValueError: An option breaks its rule, a group key is a misspelt option, a parameter is complex, or a
+            gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([weight], lr=0.1)
@@ -84,8 +85,6 @@ class LAMB(LayerwiseOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        if isinstance(betas, Sequence) and not isinstance(betas, str):
-            betas = (*betas,)
         super().__init__(params, options_of(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -105,7 +104,8 @@ class LAMB(LayerwiseOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; raises as the base does, and for a `max_grad_norm` that is not the optimizer's."""
-        own, common = param_group.get("max_grad_norm"), self.defaults["max_grad_norm"]
+        own = plain_value(param_group.get("max_grad_norm"))
+        common = self.defaults["max_grad_norm"]
         if own is not None and own != common:
             raise ValueError(
                 f"`max_grad_norm` (={own!r:.80}) must be the optimizer's (={common}): it bounds the norm of the "

@@ -92,7 +92,8 @@ class LARS(OrthogonalStep):
     For half-precision gradients, loss scale and skipping see `LayerwiseOptimizer`.
 
     Raises:
-        ValueError: An option breaks its rule, a group key is unknown, a parameter is complex, or a gradient is sparse.
+        ValueError: An option breaks its rule, a group key is a misspelt option, a parameter is complex, or a
+            gradient is sparse.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LARS([weight], lr=10.0, momentum=0.9, trust_coefficient=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, overload
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_choice, require_number
+from lightning_hybrid.checks import plain_value, require_choice, require_number
 from lightning_hybrid.optim.dtensor import ShardSums, check_placements, has_dtensors, local_shards
 from lightning_hybrid.optim.fused.step import FusedStep
 from lightning_hybrid.optim.gradients import (
@@ -26,13 +27,18 @@ from lightning_hybrid.placement import Part
 
 # Group keys that are not our options: torch's own, and those that schedulers and loggers add.
 _FOREIGN_KEYS = frozenset("params param_names name initial_lr min_lr max_lr base_momentum max_momentum swa_lr".split())
+
+_TYPO_SIMILARITY = 0.7
+"""Similarity (`difflib`, our choice) from which a group key is taken for a misspelt option: `trust_ration` has 0.96,
+`layer_decay` for `weight_decay` 0.61."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LayerwiseOptimizer(Optimizer):
     """Base of optimizers that scale each tensor's step by a trust ratio; the subclasses LARS and LAMB define the rule.
 
-    It checks the options of the defaults and of each group; an unknown group key is an error. State is float32 for
+    It checks the options of the defaults and of each group. Other keys of a group, such as `lr_scale` for a schedule
+    with layer decay, are kept and not read; a key that is similar to an option is an error. State is float32 for
     half-precision parameters, also after `load_state_dict`. The rule gets lists of tensors: one tensor per list or,
     with `foreach`, all tensors of a device and dtype.
 
@@ -111,6 +117,16 @@ class LayerwiseOptimizer(Optimizer):
                 "`fused` (=True) excludes `foreach` (=True): they are two ways to do the same step. Set one of them."
             )
 
+    def _refuse_misspelt(self, key: str, value: Any) -> None:
+        """Raise `ValueError` for a group key that is similar to an option; schedules may read all other keys."""
+        for option in difflib.get_close_matches(key, list(self.defaults), n=1, cutoff=_TYPO_SIMILARITY):
+            # `weight_decay_scale` is a key of a schedule's own, and no misspelt `weight_decay`.
+            if not key.startswith(f"{option}_") and not key.endswith(f"_{option}"):
+                raise ValueError(
+                    f"`{key}` (={value!r:.80}) is no option of {type(self).__name__}, which would not read it. Did you "
+                    f"mean `{option}`? A parameter group may set {', '.join(sorted(self.defaults))}."
+                )
+
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Move `params`, which share device and dtype, one step; leave `grads` as they are."""
         raise NotImplementedError
@@ -122,17 +138,17 @@ class LayerwiseOptimizer(Optimizer):
         """Add a group as torch does, after a check of its options.
 
         Raises:
-            ValueError: An option breaks its rule, a key is unknown, or a parameter is complex or integer.
+            ValueError: An option breaks its rule, a key is a misspelt option, or a parameter is complex or integer.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"`param_group` (={param_group!r:.80}) must be a dict: a group is its params and options.")
-        known = self.defaults.keys() | _FOREIGN_KEYS
-        for key in param_group:
-            if key not in known:
-                raise ValueError(
-                    f"`{key}` (={param_group[key]!r:.80}) is no option of {type(self).__name__}: it would be ignored. "
-                    f"A parameter group may set {', '.join(sorted(self.defaults))}."
-                )
+        # A copy: values become plain, torch fills in the defaults, and the caller's dict stays as it was.
+        param_group = dict(param_group)
+        for key, value in param_group.items():
+            if key in self.defaults:
+                param_group[key] = plain_value(value)
+            elif key not in _FOREIGN_KEYS:
+                self._refuse_misspelt(key, value)
         self._check_group({**self.defaults, **param_group})
         common = self.defaults["fused"]
         if (own := param_group.get("fused", common)) != common:
@@ -140,8 +156,7 @@ class LayerwiseOptimizer(Optimizer):
                 f"`fused` (={own!r:.80}) must be the optimizer's (={common}): one check for inf and nan, before "
                 f"anything is written, is for all groups together. Give it to {type(self).__name__}, not to a group."
             )
-        # A copy: torch fills in the defaults, and the caller's dict stays as it was.
-        super().add_param_group(dict(param_group))
+        super().add_param_group(param_group)
         try:
             check_placements(self.param_groups[-1])
         except ValueError:
@@ -330,8 +345,11 @@ class LayerwiseOptimizer(Optimizer):
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options among the arguments of a constructor: the defaults of parameter groups."""
-    options = {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
-    return options | {"trust_ratio": True}
+    options: dict[str, Any] = {"trust_ratio": True}
+    for name, value in arguments.items():
+        if name not in ("self", "params", "__class__"):
+            options[name] = plain_value(value)
+    return options
 
 
 def _batches(group: dict[str, Any], parts: Mapping[Tensor, Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

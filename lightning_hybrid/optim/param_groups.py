@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_hybrid.checks import require_number
+from lightning_hybrid.checks import plain_value, require_number
 
 Rule = Literal["normalisation", "bias", "vector"]
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]
@@ -90,6 +90,7 @@ def param_groups(
     and ignore `trust_ratio`. With `named` torch later refuses groups without names, which `BaseFinetuning` adds.
 
     Raises:
+        TypeError: `model` is no module, such as `net.parameters()`.
         ValueError: Nothing is trainable, a lazy module has not run, a rule is unknown, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.LayerNorm(2))
@@ -99,6 +100,13 @@ def param_groups(
     >>> excluded["param_names"], excluded["weight_decay"], excluded["trust_ratio"]
     (['0.weight', '1.bias', '2.weight', '2.bias'], 0.0, False)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` (=a {type(model).__name__}) must be the module itself: the rules look at the types of layers, "
+            "which parameters do not have. Write param_groups(net, ...) in place of "
+            "param_groups(net.parameters(), ...)."
+        )
+    weight_decay = plain_value(weight_decay)
     require_number("weight_decay", weight_decay, "a negative decay would grow the weights; 0 is off")
     exclusions = _checked_exclusions(exclude)
     for rule in rules:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hybrid.checks import require_choice, require_number, require_positive, require_whole
+from lightning_hybrid.checks import plain_value, require_choice, require_number, require_positive, require_whole
 
 DecayFrom = Literal["warmup_end", "start"]
 
@@ -70,6 +70,11 @@ class WarmupPolynomialDecay(LRScheduler):
         last_epoch: int = -1,
         decay_from: DecayFrom = "warmup_end",
     ) -> None:
+        total_steps = plain_value(total_steps)
+        warmup_steps = plain_value(warmup_steps)
+        power = plain_value(power)
+        end_lr = plain_value(end_lr)
+        warmup_start_lr = plain_value(warmup_start_lr)
         why = "it counts optimizer steps, not epochs. Multiply epochs by steps per epoch and round"
         require_whole("total_steps", total_steps, why)
         require_whole("warmup_steps", warmup_steps, why, least=0)

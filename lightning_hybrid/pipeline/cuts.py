@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.checks import require_whole
+from lightning_hybrid.checks import make_plain, require_whole
 from lightning_hybrid.pipeline.shapes import as_arguments
 
 
@@ -32,6 +32,9 @@ class BlockProfile:
     activation_bytes: Sequence[float] | None = None
     held_bytes: Sequence[float] | None = None
     most_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        make_plain(self, "seconds", "activation_bytes", "held_bytes", "most_bytes")
 
     @classmethod
     def measured(
@@ -116,7 +119,7 @@ def balanced_cuts(
     [1, 3]
     """
     num_blocks = len(seconds)
-    require_whole("num_stages", num_stages, "stages are counted. Set strategy.num_stages=2")
+    require_whole("num_stages", num_stages, "stages are counted. Write num_stages=2")
     kept = [0.0] * num_blocks if activation_bytes is None else activation_bytes
     alive = [1] * num_stages if num_alive is None else num_alive
     for name, values, length, of in (
@@ -132,7 +135,7 @@ def balanced_cuts(
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages}) must not exceed the number of blocks ({num_blocks}): a stage "
-            f"without one would compute nothing. Set strategy.num_stages={max(1, num_blocks)} or less, or "
+            f"without one would compute nothing. Write num_stages={max(1, num_blocks)} or less, or "
             "offer smaller blocks."
         )
     # Sums from the first block on: what blocks begin ... end - 1 take is a difference, and the same in both passes.
@@ -155,8 +158,8 @@ def balanced_cuts(
         least, _ = _best(num_blocks, num_stages, held, max)
         raise ValueError(
             f"`most_bytes` (={most_bytes:g}) must be {least:g} or more: of all cuts into {num_stages} stages the "
-            "most even one in memory has a stage of that size. Set more strategy.num_stages, or "
-            "strategy.checkpoint_activations=true."
+            "most even one in memory has a stage of that size. Give more `num_stages`, or "
+            "write checkpoint_activations=True."
         )
 
     def square_if_not_slower(stage: int, begin: int, end: int) -> float:

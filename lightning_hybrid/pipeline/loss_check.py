@@ -6,10 +6,8 @@ left out of training in silence. The rank of the first stage, whose inputs count
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.health.watchdog import short
+from lightning_hybrid.module_state import put_back
 
 
 def free_bytes(device: torch.device) -> float:
@@ -82,36 +81,6 @@ def is_close(one: float, other: float, eps: float) -> bool:
     tolerance = max(1e-4, 8 * eps)
     are_finite = {math.isfinite(one), math.isfinite(other)}
     return are_finite == {False} or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance / 100)
-
-
-@contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
-    """Put back in the end what a step moves in a module: buffers, attributes, what is in lists and dictionaries.
-
-    And torch's generators. Not what is inside of other objects, or outside of the module, as a file.
-    """
-    spaces = [(vars(each), dict(vars(each))) for each in module.modules()]
-    values = [value for _, space in spaces for value in space.values()]
-    kinds = (dict, OrderedDict, list, set, deque)
-    entries: list[tuple[Any, Any]] = [(value, copy.copy(value)) for value in values if type(value) in kinds]
-    generators = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
-    dense = [
-        each
-        for each in (*module.buffers(), *values)
-        if isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta
-    ]
-    tensors = [(each.detach(), each.detach().clone()) for each in dense]
-    try:
-        yield
-    finally:
-        for now, before in (*spaces, *entries):
-            now.clear()
-            (now.extend if isinstance(now, list | deque) else now.update)(before)
-        for generator, state in generators:
-            generator.set_state(state)
-        for tensor, value in tensors:
-            if not torch.equal(tensor, value):  # one that is expanded cannot be written to
-                tensor.copy_(value)
 
 
 @contextmanager

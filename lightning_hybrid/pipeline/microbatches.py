@@ -52,7 +52,7 @@ def input_of_net(net: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, ...]:
     except _InputFound as found:
         return found.tensors
     raise ValueError(
-        "`training_step` must call the network that `of` names: it returned without. Set strategy.of to the network "
+        "`training_step` must call the network that `of` names: it returned without. Set `of` to the network "
         "that it calls."
     )
 

@@ -37,23 +37,23 @@ def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts
 
     >>> check_options(num_stages=4, num_microbatches=2, schedule="1f1b", cuts=None)
     Traceback (most recent call last):
-    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Set \
-strategy.num_microbatches=16: with four times as many, 16 % of a step are waiting.
+    ValueError: `num_microbatches` (=2) must be at least `num_stages` (=4): with fewer, some stages always wait. Write \
+num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
     if schedule not in get_args(Schedule):
         name, why = str(schedule).lower(), 'Use schedule="1f1b", which needs the least memory.'
         why = 'Use schedule="zero_bubble".' if re.search("zb|zero|dualpipe", name) else why
         why = _ASYNCHRONOUS if "dream" in name else why
         raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
-    why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Set strategy.num_stages"
+    why = "one stage is no pipeline, and needs no more than strategy='hybrid_allreduce'. Write num_stages=2"
     require_whole("num_stages", num_stages, why, least=2)
-    require_whole("num_microbatches", num_microbatches, "they are counted. Set strategy.num_microbatches")
+    require_whole("num_microbatches", num_microbatches, "they are counted. Write num_microbatches=8")
     if num_microbatches < num_stages:
         most = 4 * num_stages
         waiting = (num_stages - 1) / (most + num_stages - 1)
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be at least `num_stages` (={num_stages}): with fewer, some "
-            f"stages always wait. Set strategy.num_microbatches={most}: with four times as many, {100 * waiting:.0f} % "
+            f"stages always wait. Write num_microbatches={most}: with four times as many, {100 * waiting:.0f} % "
             "of a step are waiting."
         )
     rounds = max(1, num_microbatches // num_stages)
@@ -61,10 +61,10 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be a multiple of the number of rounds "
             f"(=num_microbatches // num_stages = {rounds}) in an interleaved schedule, which takes them in rounds of "
-            f"equal size. Set strategy.num_microbatches={num_stages * rounds}."
+            f"equal size. Write num_microbatches={num_stages * rounds}."
         )
     if not isinstance(of, str):
-        raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: set strategy.of=net.")
+        raise ValueError(f"`of` (={of!r}) must be the name of the network in the module: write of='net'.")
     if isinstance(cuts, BlockProfile):
         if STAGES_PER_RANK[schedule] == 1 or cuts.most_bytes == math.inf:
             return
@@ -78,7 +78,7 @@ strategy.num_microbatches=16: with four times as many, 16 % of a step are waitin
     if cuts is not None and not (is_right and len(cuts) == total - 1):
         raise ValueError(
             f"`cuts` (={cuts!r}) must be {total - 1} ascending places, the first block of each stage after the "
-            f"first: {num_stages} ranks hold {total} stages. Leave strategy.cuts out to balance them."
+            f"first: {num_stages} ranks hold {total} stages. Leave `cuts` out to balance them."
         )
 
 
@@ -98,7 +98,7 @@ def check_ranks(*, num_stages: int, world_size: int, schedule: str = "1f1b", che
         raise ValueError(
             f"`num_stages` (={num_stages}) must divide the number of ranks (={world_size}): each pipeline has one rank "
             f"per stage, and here {world_size % num_stages} would be left over. Launch a multiple of {num_stages}, or "
-            "set strategy.num_stages."
+            "change `num_stages`."
         )
 
 
@@ -151,7 +151,7 @@ def blocks_of(module: nn.Module, of: str) -> list[nn.Module]:
         children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
         raise ValueError(
             f"`of` (={of!r}) must name the network that is cut into stages, and {type(module).__name__} has no such "
-            f"attribute: those with parameters are {', '.join(children) or 'none'}. Set strategy.of."
+            f"attribute: those with parameters are {', '.join(children) or 'none'}. Set `of` to one of them."
         ) from None
     if getattr(net, "_compiled_call_impl", None) is not None or hasattr(net, "_orig_mod"):
         raise ValueError(
@@ -193,7 +193,7 @@ def cut_places(
     if num_blocks < num_stages:
         raise ValueError(
             f"`num_stages` (={num_stages} in all) must be at most the number of blocks (={num_blocks}): a stage is "
-            "one block at least. Set strategy.num_stages, or make more blocks of the network."
+            "one block at least. Lower `num_stages`, or make more blocks of the network."
         )
     if isinstance(cuts, BlockProfile):
         if len(cuts.seconds) != num_blocks:
@@ -208,7 +208,7 @@ def cut_places(
     if cuts and cuts[-1] >= num_blocks:
         raise ValueError(
             f"`cuts` (={list(cuts)}) must be below the number of blocks (={num_blocks}): the last stage would be "
-            "empty. Leave strategy.cuts out to balance them."
+            "empty. Leave `cuts` out to balance them."
         )
     places = balanced_cuts(costs, [0.0] * num_blocks, num_stages) if cuts is None else list(cuts)
     return [0, *places, num_blocks]

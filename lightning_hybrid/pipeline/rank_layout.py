@@ -132,8 +132,8 @@ class TiedWeights:
             if len(set(positions)) < len(positions):
                 raise ValueError(
                     f"A parameter (`{names[parameter]}`, of shape {tuple(parameter.shape)}) must not be in two stages "
-                    f"of one rank (= stages {found}): gradients of its stages are averaged one by one. Set other "
-                    'strategy.cuts, or schedule="1f1b", with one stage a rank.'
+                    f"of one rank (= stages {found}): gradients of its stages are averaged one by one. Give other "
+                    '`cuts`, or schedule="1f1b", with one stage a rank.'
                 )
             if len(positions) == 1 or not parameter.requires_grad:
                 continue

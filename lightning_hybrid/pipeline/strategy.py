@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.checks import require_choice
+from lightning_hybrid.checks import plain_value, require_choice
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.comm.norm_clipping import clip_by_norm_over_ranks
 from lightning_hybrid.lightning_names import is_overridden
@@ -68,7 +68,7 @@ class HybridPipeline(DataRanksMixin):
         checkpoint_activations: whether to store only the input of each block and to compute its inside again in
             backward: GPipe's second half, for about a third more arithmetic.
         **options: as in `HybridAllReduceStrategy`, for the data ranks; what needs the gradients of a whole network is
-            refused: a codec, a planner, `Adasum`, `LocalSteps`, tuning.
+            refused: a codec, a planner, `Adasum`, `LocalSteps`.
 
     Raises:
         ValueError: an option cannot work; before any process group exists where it can be known by then.
@@ -90,6 +90,9 @@ class HybridPipeline(DataRanksMixin):
         checkpoint_activations: bool = False,
         **options: Any,
     ) -> None:
+        num_stages = plain_value(num_stages)
+        num_microbatches = plain_value(num_microbatches)
+        cuts = plain_value(cuts)
         require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
         self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule

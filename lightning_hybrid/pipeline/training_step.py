@@ -13,9 +13,10 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_hybrid.module_state import put_back
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.local_stages import Stages
-from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole, put_back
+from lightning_hybrid.pipeline.loss_check import check_loss, free_bytes, in_stages, loss_of_whole
 from lightning_hybrid.pipeline.microbatches import (
     Muting,
     digest_of,

@@ -54,7 +54,7 @@ class Cluster(ClusterCosts):
             raise ValueError(
                 f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
                 f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by "
-                "`lightning-hybrid tune`, or leave `strategy.comm.plan` out."
+                "`lightning-hybrid tune`, or leave `comm.plan` out."
             )
         if on_cuda and topology.num_nodes > 1 and not is_known(self.of(topology.num_nodes)):
             if getattr(topology, "rank", 0) == 0:

@@ -74,8 +74,10 @@ class Nccl:
     def __post_init__(self) -> None:
         require_number("launch_s", self.launch_s, "it is a time in seconds, 0 where there is none")
         require_share("payload_share", self.payload_share, "it is how much of a card's line rate is payload")
-        require_whole("ll_up_to_bytes", self.ll_up_to_bytes or 0, "it is a size of messages; null: NCCL's own", least=0)
-        require_whole("channels", self.channels or 1, "channels are counted; null: one per GPU that has a card")
+        require_whole(
+            "ll_up_to_bytes", self.ll_up_to_bytes or 0, "it is a size of messages; None is NCCL's own", least=0
+        )
+        require_whole("channels", self.channels or 1, "channels are counted; None is one per GPU that has a card")
         if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
             raise ValueError(f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'.")
         for name, values, known in (

@@ -42,7 +42,7 @@ class NodeWire:
     itemsize: int
 
     def __post_init__(self) -> None:
-        why = "sums travel in it between nodes. null: in the dtype of the buckets"
+        why = "sums travel in it between nodes. None is the dtype of the buckets"
         require_choice("comm_dtype_across_nodes", self.name, get_args(WireName), why)
 
     @property

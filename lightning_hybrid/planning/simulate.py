@@ -43,7 +43,7 @@ class Jitter:
     def __post_init__(self) -> None:
         require_number("relative_std", self.relative_std, "it is a spread. 0 is none, 0.05 five hundredths of a step")
         require_number("slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True)
-        require_whole("seed", self.seed, "NumPy's generators take no other. Set jitter.seed=0", least=0)
+        require_whole("seed", self.seed, "NumPy's generators take no other. Write seed=0", least=0)
 
     def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
         """Sample the slowest rank's time over the mean, in each step.

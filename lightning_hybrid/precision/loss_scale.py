@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checks import require_number, require_whole
+from lightning_hybrid.checks import plain_value, require_number, require_whole
 
 NUM_LOOKS = 24
 """Steps at the start in which the largest gradient is looked at (our choice: from 2^24 to 1 by halves)."""
@@ -73,6 +73,7 @@ class StaticLossScale(LossScale):
     """
 
     def __init__(self, loss_scale: float) -> None:
+        loss_scale = plain_value(loss_scale)
         _check_power_of_two("loss_scale", loss_scale)
         super().__init__(loss_scale)
 
@@ -132,6 +133,13 @@ class DynamicLossScale(LossScale):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
+        init_scale = plain_value(init_scale)
+        growth_factor = plain_value(growth_factor)
+        backoff_factor = plain_value(backoff_factor)
+        growth_interval = plain_value(growth_interval)
+        min_scale = plain_value(min_scale)
+        max_scale = plain_value(max_scale)
+        hysteresis = plain_value(hysteresis)
         scales = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale}
         for name, value in {**scales, "growth_factor": growth_factor, "backoff_factor": backoff_factor}.items():
             _check_power_of_two(name, value)
@@ -234,11 +242,12 @@ def loss_scale_from(setting: str | float | LossScale) -> LossScale:
     Raises:
         ValueError: the setting is none of these.
 
-    >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value
-    ('DynamicLossScale', 128.0)
+    >>> type(loss_scale_from("dynamic")).__name__, loss_scale_from(128).value, loss_scale_from("1024").value
+    ('DynamicLossScale', 128.0, 1024.0)
     """
     if isinstance(setting, LossScale):
         return setting
+    setting = plain_value(setting)
     if setting == "dynamic":
         return DynamicLossScale()
     if isinstance(setting, bool) or not isinstance(setting, (int, float)):

@@ -162,7 +162,7 @@ class ShardedHalfMixin(MasterWeightMixin):
             raise misconfiguration(
                 f"`strategy` (={type(strategy).__name__}) moves shards to the device, and those of an `offload_policy` "
                 "must be held on the host. Take `class Offloading(HostShards, ModelParallelStrategy)` of no body, with "
-                "`HostShards` from lightning_hybrid.precision.sharded; in recipes strategy.offload=true."
+                "`HostShards` from lightning_hybrid.precision.sharded."
             )
         self.follow_device(strategy.root_device, host=torch.device("cpu") if is_offloaded else None)
         return module

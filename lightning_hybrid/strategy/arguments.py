@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,52 +21,15 @@ from lightning_hybrid.comm.plan import MAX_BYTES
 from lightning_hybrid.lightning_names import is_overridden, lightning_types, misconfiguration
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
-from lightning_hybrid.strategy.old_keywords import OLD_KEYWORDS
-from lightning_hybrid.strategy.options import Comm, LocalSteps, Mean, Planner, Report
+from lightning_hybrid.strategy.options import Planner
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.precision import Precision
 
 Masters = TypeVar("Masters", bound=MasterWeightMixin)
-
-
-def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
-
-    Raises:
-        ValueError: names the option, and the one it is close to: one of DDP's or of the strategy's `own`.
-    """
-    own = [name for name in own if name not in ("ddp_kwargs", *OLD_KEYWORDS)]
-    values = {"between_nodes": (Mean, LocalSteps), "comm": (Comm,), "report": (Report,)}
-    fields = {
-        each.name: f"{name}={kind.__name__}({each.name}=...)"
-        for name, kinds in values.items()
-        for kind in kinds
-        for each in dataclasses.fields(kind)
-    }
-    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
-    ddp = list(inspect.signature(DistributedDataParallel).parameters)
-    for name, value in ddp_kwargs.items():
-        if name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
-            if value is None:  # Lightning's own default
-                continue
-            raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
-                "hook. In place of fp16_compress_hook give comm=Comm(dtype='float16'), in place of bf16_compress_hook "
-                "comm=Comm(dtype='bfloat16'), in place of averages of models between_nodes=LocalSteps(every=8); for "
-                "another hook, such as PowerSGD, use strategy='ddp'."
-            )
-        if name in ("module", "device_ids", "output_device", "process_group", "device_mesh", "mixed_precision"):
-            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
-        if name not in ddp:
-            near = difflib.get_close_matches(name, [*own, *ddp, *fields], n=1)
-            hint = f" Did you mean `{fields.get(near[0], near[0])}`?" if near else ""
-            raise ValueError(
-                f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
-                f"{hint} Options: {', '.join(own)}."
-            )
 
 
 def ask_planner(
@@ -194,25 +156,39 @@ def refuse_nothing_to_train(module: nn.Module) -> None:
         )
 
 
-def turned_on(
-    plugin: Any, across: Any, local_steps: LocalSteps | None, asked: Collection[str], *, shard_update: str
-) -> str:
-    """Return what a user turned on, and the precision, for the line at start.
+_SHORT_NAMES = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}
+
+
+def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -> str:
+    """Return the features that a user turned on, and the precision, for the line at start.
 
     >>> plugin = type("Plugin", (), {"precision": "16-true"})()
-    >>> turned_on(plugin, Codec(bits=8), None, ["error feedback"], shard_update="off")
+    >>> options = StrategyOptions.parse({}, argument_names=(), between_nodes=Mean(dtype="int8", error_feedback=True))
+    >>> describe_options(options, plugin, num_nodes=2)
     '8 bits between nodes, error feedback; fp16 on fp32 masters'
     """
-    bits = f"{across.bits} bits" if isinstance(across, Codec) else str(across).removeprefix("torch.")
-    words = [] if across is None else [f"{bits} between nodes"]
-    words += ["error feedback"] if "error feedback" in asked else []
-    words += [f"averages between nodes every {local_steps.every} steps"] if local_steps is not None else []
-    words += [f"update shared in the {shard_update}"] if shard_update != "off" else []
-    name = str(plugin.precision)
-    dtype = {"16-true": "fp16 on fp32 masters", "bf16-true": "bf16 on fp32 masters", "32-true": "fp32"}.get(name, name)
-    if name.endswith("16-mixed"):
-        dtype += f": gradients in fp32, where precision='{name.replace('mixed', 'true')}' sends half the bytes"
-    return "; ".join(filter(None, [", ".join(words), dtype]))
+    features = []
+    dtype = options.dtype_across_nodes
+    if dtype is not None and num_nodes > 1:
+        name = str(dtype).removeprefix("torch.")
+        if isinstance(dtype, Codec):
+            name = f"{dtype.bits} bits"
+        features.append(f"{name} between nodes")
+    if options.has_error_feedback:
+        features.append("error feedback")
+    if options.local_steps is not None:
+        features.append(f"averages between nodes every {options.local_steps.every} steps")
+    if options.shard_update != "off":
+        features.append(f"update shared in the {options.shard_update}")
+
+    precision = str(plugin.precision)
+    description = _SHORT_NAMES.get(precision, precision)
+    if precision.endswith("16-mixed"):
+        cheaper = precision.replace("mixed", "true")
+        description += f": gradients in fp32, where precision='{cheaper}' sends half the bytes"
+    if not features:
+        return description
+    return f"{', '.join(features)}; {description}"
 
 
 def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
@@ -230,7 +206,7 @@ def adasum_plan(plan: CommPlan, topology: Topology) -> CommPlan | None:
     if topology.num_nodes == 1:
         rank_zero_warn(
             "`between_nodes` (=Adasum()) combines the means of several nodes, and all ranks share one node: it is the "
-            "mean of all ranks here. Leave `strategy.between_nodes` out, or say by `strategy.ranks_per_node` what a "
+            "mean of all ranks here. Leave `between_nodes` out, or say by `ranks_per_node` what a "
             "node is."
         )
         return None
@@ -247,7 +223,7 @@ def warn_of_trust_ratios(optimizers: Iterable[Optimizer]) -> None:
             rank_zero_warn(
                 f"`between_nodes` (=Adasum()) with {name}: its trust ratio divides by the size of each parameter's "
                 "update, so that of Adasum, which is what tells gradients that agree from orthogonal ones, is lost and "
-                f"only the direction is left. Use strategy/between_nodes=mean with {name}, or SGD or Adam with Adasum."
+                f"only the direction is left. Use between_nodes=Mean() with {name}, or SGD or Adam with Adasum."
             )
 
 
@@ -271,6 +247,45 @@ def refuse_loss_without_gradient(loss: Tensor, *, rank: int, world_size: int) ->
             "of this rank, and the other ranks wait for its gradients. Return a loss that depends on the parameters on "
             "every rank, such as `0 * self.net(x).sum()`, or return None on all ranks."
         )
+
+
+def refuse_loss_without_parameters(loss: Tensor, *, rank: int, world_size: int) -> None:
+    """Check after a backward without a bucket that the loss depends on a parameter.
+
+    Raises:
+        RuntimeError: names the rank, for whose gradients the others would wait.
+    """
+    if not depends_on_parameter(loss):
+        raise RuntimeError(
+            f"The loss on rank {rank} of {world_size} depends on no trained parameter of this rank, and the other "
+            "ranks wait for its gradients. For a batch without a loss return `self.net(x).sum() * 0`, or None on all "
+            "ranks."
+        )
+
+
+def depends_on_parameter(loss: Tensor) -> bool:
+    """Return whether the graph of a loss reaches a parameter; custom functions may reach one by themselves.
+
+    >>> net = nn.Linear(2, 1)
+    >>> [depends_on_parameter(loss) for loss in (net(torch.ones(2)).sum(), torch.zeros(2, requires_grad=True).sum())]
+    [True, False]
+    """
+    if loss.grad_fn is None:
+        return isinstance(loss, nn.Parameter)
+    pending: list[Any] = [loss.grad_fn]
+    visited = set(pending)
+    while pending:
+        node = pending.pop()
+        # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        is_opaque = is_custom and "_DDPSink" not in type(node).__name__
+        if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                pending.append(next_node)
+    return False
 
 
 def refuse_what_is_not_averaged(optimizer: Optimizer, averaged: Collection[int], module: Any) -> None:

@@ -11,10 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Topology
-from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.lightning_names import lightning_types
 from lightning_hybrid.run_status import has_grad_scaler
-from lightning_hybrid.strategy.options import Adasum, BetweenNodes, Comm, LocalSteps
 
 # Their step treats each element by itself, so a part of a tensor is as good as the whole.
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
@@ -25,23 +23,22 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
 PRECISIONS = ("16-true", "bf16-true", "32-true")
 """Those of which parts of a model are proved to train what the whole trains."""
 
-_MEAN = "take `Mean` between nodes (`strategy/between_nodes=mean`)"
+_MEAN = "write between_nodes=Mean()"
 
 CURES = {
     # options
     "adasum": _MEAN,
     "local steps": _MEAN,
-    "codec": "leave `strategy.between_nodes.dtype` out, or set it to float16",
-    "error feedback": "leave `strategy.between_nodes.error_feedback` out",
-    "shard update": "leave `strategy.shard_update` out",
-    "world update": "set `strategy.shard_update` to node",
-    "node slices": "leave `node_slices` (in recipes `model.slice_fc`) out",
-    "algorithm": "leave `strategy.comm.algorithm` out",
-    "planner": "leave `strategy.comm.plan` out",
-    "tune": "leave `strategy.comm.tune` out",
-    "extensions": "leave `strategy.extensions` out",
-    "elastic": "leave `strategy.elastic` out",
-    "unused parameters": "leave `strategy.find_unused_parameters` out",
+    "codec": "leave `between_nodes.dtype` out, or set it to float16",
+    "error feedback": "leave `between_nodes.error_feedback` out",
+    "shard update": "leave `shard_update` out",
+    "world update": "write shard_update='node'",
+    "node slices": "leave `node_slices` out",
+    "algorithm": "leave `comm.algorithm` out",
+    "planner": "leave `comm.plan` out",
+    "extensions": "leave `extensions` out",
+    "elastic": "leave `elastic` out",
+    "unused parameters": "leave `find_unused_parameters` out",
     "pipeline": "take strategy='hybrid_allreduce'",
     "Fabric": "take the Trainer's strategy",
     # the run
@@ -49,17 +46,21 @@ CURES = {
     "precision": "in place of 16-mixed take 16-true, in place of bf16-mixed bf16-true",
     "double precision": "take 32-true",
     "gradient scaler": "take 16-true, whose scales ranks agree on, or bf16-mixed",
-    "accumulation": "set strategy.num_microbatches to that many times what it is, and the batch of the loader too",
+    "accumulation": "set `num_microbatches` to that many times what it is, and the batch of the loader too",
     "manual optimization": "return the loss from `training_step`",
     "manual steps": "take 32-true or bf16-true",
-    "SyncBatchNorm": "leave trainer.sync_batchnorm out",
+    "SyncBatchNorm": "leave `sync_batchnorm` out",
     "ModelPruning": "prune before or after training",
     "StochasticWeightAveraging": "take `MasterWeightAveraging` or Lightning's `EMAWeightAveraging`",
     "BaseFinetuning": "set `requires_grad`, and thaw between fits",
-    "GradientAccumulationScheduler": "set strategy.num_microbatches",
+    "GradientAccumulationScheduler": "set `num_microbatches`",
     "whole tensors": 'take LARS with direction="momentum", LAMB or one of torch\'s that treat elements one by one '
     f"({', '.join(one.__name__ for one in ELEMENTWISE)})",
     "norm of all": "set `gradient_clip_val`, whose norm is over all stages",
+    "ranks per node": "leave `strategy.ranks_per_node` out",
+    "several nodes": "launch each host by itself, with Trainer(num_nodes=1) and torchrun --nnodes=1",
+    "reloaded loaders": "leave `reload_dataloaders_every_n_epochs` out, and let the data set change in a hook",
+    "inexact resume": "leave `strategy.exact_resume` out",
     "two owners": "give each parameter to one optimizer",
     "global batch": "take a loss over fewer pairs (one rank's, or one micro-batch's)",
 }
@@ -86,15 +87,12 @@ EXCLUDED = tuple(
     for row in (
         ("algorithm", "adasum", "the leaders of the nodes combine whole parameters, which is hierarchical"),
         ("planner", "adasum", "a planner compares ways to sum, and this is no sum"),
-        ("tune", "adasum", "Adasum has one algorithm, so there is nothing to try"),
         ("shard update", "local steps", "an average needs whole masters"),
-        ("tune", "local steps", "there is no all-reduce over all ranks in each step whose plan could be tried"),
         ("unused parameters", "local steps", "DDP asks all ranks in every step which parameters each has used"),
         ("codec", "pipeline", "a codec numbers the blocks of a whole network, and a rank has that of its stages"),
         ("planner", "pipeline", "a planner is asked about the gradients of a whole network"),
         ("adasum", "pipeline", "data ranks average the gradients of their stages"),
         ("local steps", "pipeline", "its stages may be on several nodes"),
-        ("tune", "pipeline", "plans are tried on the buckets of a whole network"),
         (
             "global batch",
             "pipeline",
@@ -103,16 +101,22 @@ EXCLUDED = tuple(
         ("extensions", "pipeline", "they are given the engine and the wrapper of a whole network"),
         ("local steps", "Fabric", "it counts no optimizer steps, and validates and saves where the user says"),
         ("error feedback", "Fabric", "it is not known which sums an optimizer has used"),
-        ("tune", "Fabric", "the number of steps is not known"),
         ("local steps", "node slices", "it averages weights that every rank has whole"),
         ("adasum", "elastic", "it needs an even number of hosts, and one may be lost"),
         ("local steps", "elastic", "hosts that train by themselves have no common weights to go back to"),
-        ("tune", "elastic", "plans are compared over the same ranks, and these change"),
         ("unused parameters", "elastic", "DDP asks its own ranks alone, which are those of one host"),
         ("node slices", "elastic", "slices are exchanged by groups that end with a lost host"),
         ("world update", "elastic", "a lost host takes its parts of masters and optimizer state with it"),
         ("extensions", "elastic", "they are given groups and ranks that stay"),
+        ("ranks per node", "elastic", "a node is a host, which has the ranks of its launch"),
+        ("inexact resume", "elastic", "a host that joins takes its place in the data from the others"),
         # with what the run has
+        (
+            "several nodes",
+            "elastic",
+            "each host is a launch of its own, and a launch over several is lost as a whole",
+        ),
+        ("reloaded loaders", "elastic", "a host that joins in mid-epoch could not load what the others have loaded"),
         ("manual optimization", "elastic", "the closure of a step is what is run again"),
         ("accumulation", "elastic", "a step has max_hosts x devices batches, whatever hosts there are"),
         ("global batch", "elastic", "it compares the pairs of all ranks that were launched, and these change"),
@@ -154,46 +158,15 @@ def refuse_excluded(found: Mapping[str, str], *, error: Callable[[str], BaseExce
     Raises:
         ValueError: or `error`: with both, the reason and how to do without either.
 
-    >>> refuse_excluded({"tune": "`comm.tune` (='on')", "adasum": "`between_nodes` (=Adasum())"})
+    >>> refuse_excluded({"planner": "`comm.plan` (=a Cluster)", "adasum": "`between_nodes` (=Adasum())"})
     Traceback (most recent call last):
-    ValueError: `comm.tune` (='on') and `between_nodes` (=Adasum()) exclude each other: Adasum has one algorithm, so \
-there is nothing to try. Leave `strategy.comm.tune` out, or take `Mean` between nodes (`strategy/between_nodes=mean`).
+    ValueError: `comm.plan` (=a Cluster) and `between_nodes` (=Adasum()) exclude each other: a planner compares ways \
+to sum, and this is no sum. Leave `comm.plan` out, or write between_nodes=Mean().
     """
     for one, other, why in EXCLUDED:
         if one in found and other in found:
             cure = f"{CURES[one][0].upper()}{CURES[one][1:]}, or {CURES[other]}"
             raise error(f"{found[one]} and {found[other]} exclude each other: {why}. {cure}.")
-
-
-def in_options(
-    between_nodes: BetweenNodes,
-    comm: Comm,
-    *,
-    shard_update: str,
-    for_ddp: Mapping[str, Any],
-    extensions: Any = None,
-    elastic: Any = None,
-) -> dict[str, str]:
-    """Return what options ask for."""
-    between, wire = f"`between_nodes` (={between_nodes!r})", between_nodes.on_wire
-    planner = f"`comm.plan` (=a {type(comm.planner).__name__})"
-    found = {
-        "adasum": (isinstance(between_nodes, Adasum), between),
-        "local steps": (isinstance(between_nodes, LocalSteps), between),
-        "codec": (isinstance(wire, Codec), between),
-        "error feedback": (isinstance(wire, Codec) and wire.error_feedback, between),
-        "shard update": (shard_update != "off", f"`shard_update` (={shard_update!r})"),
-        "world update": (shard_update == "world", "`shard_update` (='world')"),
-        "planner": (comm.planner is not None, planner),
-        "tune": (comm.tuning == "on", "`comm.tune` (='on')"),
-        "unused parameters": (for_ddp.get("find_unused_parameters"), "`find_unused_parameters` (=True)"),
-        "extensions": (extensions, f"`extensions` (={extensions!r:.80})"),
-        "elastic": (elastic is not None, f"`elastic` (={elastic!r:.80})"),
-    }
-    algorithm = comm.made_plan().algorithm
-    if algorithm not in ("auto", "hierarchical"):
-        found["algorithm"] = (True, f"`comm.algorithm` (={algorithm!r})")
-    return {name: text for name, (is_there, text) in found.items() if is_there}
 
 
 def in_nodes(topology: Topology) -> dict[str, str]:

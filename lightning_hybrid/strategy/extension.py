@@ -1,7 +1,8 @@
 """What an ability adds to a fit: an extension, which the strategy calls at its own places, in the order of a tuple.
 
     made by `factories.made_for` in `setup`, after a spawn and in fits only, so that nothing here is ever pickled
-    before_optimizers -> engine_options -> after_setup -> [load] -> (before_batch -> step -> update)*
+    before_optimizers -> engine_options -> after_setup -> [load]
+    (before_batch -> before_training_step -> step -> update)*
     before_validation -> in_validation, twice -> after_validation, before_train_end, [reading_module, save]*
     end -> put_back        in reverse; `save` and `failed` may come after them
 
@@ -103,6 +104,9 @@ class FitExtension:
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """Prepare a batch of training, after hooks of callbacks and module. May be collective."""
+
+    def before_training_step(self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Prepare `training_step(*args, **kwargs)`, whose parameters are fp32 until then. May be collective."""
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Step by `run()`: closure, update and `step` of extensions after this one; return its result.

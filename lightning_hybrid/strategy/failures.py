@@ -204,13 +204,6 @@ class FailureReports:
         if cure := shared_memory_cure(exception):
             exception.add_note(cure)
 
-    def close_report(self, exception: BaseException, *, strategy: str, module: pl.LightningModule | None) -> None:
-        """Use the words of this `strategy`, once DDP has added its own; note what has ended the run."""
-        if exception.args and isinstance(exception.args[0], str):
-            exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
-        if module is not None:
-            self.ended_by = exception
-
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def end(self, module: pl.LightningModule | None) -> None:
@@ -224,6 +217,12 @@ class FailureReports:
         for name in self._has_set:
             os.environ.pop(name, None)
         self._has_set = ()
+
+
+def use_own_names(exception: BaseException, *, strategy: str) -> None:
+    """Replace the names of DDP in Lightning's advice by those of this `strategy`."""
+    if exception.args and isinstance(exception.args[0], str):
+        exception.args = (with_own_names(exception.args[0], strategy), *exception.args[1:])
 
 
 def refuse_after_failure(engine: CommEngine | None) -> None:

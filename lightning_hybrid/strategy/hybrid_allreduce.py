@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.io import durable_by_default
-from lightning_hybrid.comm import CommPlan, CommTrace
+from lightning_hybrid.comm import CommTrace
 from lightning_hybrid.lightning_names import lightning_function
 from lightning_hybrid.precision.loss_scale import LossScale
 from lightning_hybrid.precision.plugin import MasterWeightMixin
@@ -24,6 +24,7 @@ from lightning_hybrid.run_status import RunStatus, has_grad_scaler
 from lightning_hybrid.strategy.arguments import (
     refuse_foreign_parameters,
     refuse_loss_without_gradient,
+    refuse_loss_without_parameters,
     refuse_nothing_to_train,
     refuse_two_precisions,
     refuse_what_is_not_averaged,
@@ -35,12 +36,17 @@ from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.exact_resume.training_loaders import TrainingLoaders
 from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExtension
 from lightning_hybrid.strategy.factories import elastic_for, loggers_for, made_for
-from lightning_hybrid.strategy.failures import FailureReports, SigtermOnAnyRank, refuse_after_failure
-from lightning_hybrid.strategy.old_keywords import with_old_keywords
-from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Planner, Report
+from lightning_hybrid.strategy.failures import (
+    FailureReports,
+    SigtermOnAnyRank,
+    refuse_after_failure,
+    use_own_names,
+)
+from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
+from lightning_hybrid.strategy.strategy_options import StrategyKind, StrategyOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,9 +78,6 @@ class HybridAllReduce(_Base):
         timeout: seconds or a `timedelta`; a peer that died or never came to a collective is an error after this.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             start_method: as in `DDPStrategy`.
-        algorithm, bucket_bytes, plan, comm_dtype, comm_dtype_across_nodes, error_feedback, reduction, tune,
-            tune_cache_dir, trace_dir, link_bytes_per_s, sync_across_nodes_every, sync_across_nodes_from_step,
-            outer_step: keywords of 0.2, which go with the next release; the warning has what to write.
         **ddp_kwargs: for `DistributedDataParallel`, such as `find_unused_parameters` or `static_graph`.
             `gradient_as_bucket_view` is off unless set, as in `ddp`;
             in half precision the gradients of buckets are never the user's, and it is on.
@@ -86,7 +89,7 @@ class HybridAllReduce(_Base):
     """
 
     registered_name = STRATEGY_NAME
-    _kind: Literal["pipeline"] | None = None
+    _kind: StrategyKind = "data parallel"
     _watchdog_type: type[SetupWatchdog] = SetupWatchdog
     _precision_type: type[MasterWeightMixin]  # of the same Lightning, as the next
     _checkpoint_io_type: type
@@ -111,46 +114,39 @@ class HybridAllReduce(_Base):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        # Of 0.2: in the signature, as LightningCLI reads it.
-        algorithm: str | None = None,
-        bucket_bytes: int | None = None,
-        plan: CommPlan | Planner | str | None = None,
-        comm_dtype: str | torch.dtype | None = None,
-        comm_dtype_across_nodes: str | torch.dtype | None = None,
-        error_feedback: bool | None = None,
-        reduction: str | None = None,
-        tune: str | bool | None = None,
-        tune_cache_dir: str | None = None,
-        trace_dir: str | None = None,
-        link_bytes_per_s: float | None = None,
-        sync_across_nodes_every: int | None = None,
-        sync_across_nodes_from_step: int | None = None,
-        outer_step: Mapping[str, float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        between_nodes, comm, report = with_old_keywords(
-            given := locals(), between_nodes=between_nodes, comm=comm, report=report
-        )
-        # Under another name: a command line that reads signatures (LightningCLI) would else pass DDP's own defaults.
-        self._comm, self._failures, self._loss_scale = CommSetup(self._kind), FailureReports(), loss_scale
-        self._loaders = TrainingLoaders(exact_resume)
-        for_ddp = self._comm.take_options(
+        # DDP gets `ddp_options` and not `**ddp_kwargs`: a command line that follows keyword arguments into the base
+        # class (LightningCLI) would pass all defaults of DDP.
+        self._options = StrategyOptions.parse(
             ddp_kwargs,
-            own=inspect.signature(HybridAllReduce).parameters,
+            argument_names=inspect.signature(HybridAllReduce).parameters,
+            kind=self._kind,
             between_nodes=between_nodes,
             comm=comm,
+            ranks_per_node=ranks_per_node,
+            shard_update=shard_update,
+            loss_scale=loss_scale,
             report=report,
-            **{name: given[name] for name in "ranks_per_node loss_scale shard_update extensions elastic".split()},
+            extensions=extensions,
+            elastic=elastic,
         )
+        self._comm = CommSetup(self._options)
+        self._failures = FailureReports()
+        self._loaders = TrainingLoaders(exact_resume)
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False
-        own = "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin process_group_backend"
         super().__init__(
-            **{name: given[name] for name in own.split()},
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
             timeout=timeout_from(timeout),
             start_method=start_method_from(start_method),
-            **for_ddp,
+            **self._options.ddp_options,
         )
 
     @property
@@ -162,10 +158,15 @@ class HybridAllReduce(_Base):
             has_grad_scaler=has_grad_scaler(self.precision_plugin),
             comm_trace=self.comm_trace,
             communication_plan=self.communication_plan,
-            link_bytes_per_s=self._comm.link_bytes_per_s,
-            is_ending=self._failures.is_failing(),
+            link_bytes_per_s=self._options.report.link_bytes_per_s,
+            **({} if self._comm.elastic_fit is None else self._comm.elastic_fit.status()),
             **({} if self._extensions is None else self._extensions.status()),
         )
+
+    @property
+    def has_exact_resume(self) -> bool:
+        """Whether a user's `DataLoader` resumes in the middle of an epoch with the images that were left."""
+        return self._loaders.is_on
 
     @property
     def comm_trace(self) -> CommTrace | None:
@@ -185,7 +186,7 @@ class HybridAllReduce(_Base):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Replace Lightning's plain half precision by ours on fp32 weights, and leave everything else."""
-        self._precision_plugin = with_masters(plugin, self._precision_type, self._loss_scale)
+        self._precision_plugin = with_masters(plugin, self._precision_type, self._options.loss_scale)
 
     @property
     def _module(self) -> Any:
@@ -245,7 +246,7 @@ class HybridAllReduce(_Base):
             warn_of_coupled_batches(self._module, trainer.accumulate_grad_batches)
             self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
             self._comm.elastic_fit, self._extensions = elastic_for(self), made_for(self)
-            self._loaders.begin(trainer, self.distributed_sampler_kwargs)
+            self._loaders.begin(trainer, self._share_of_data())
         super().setup(trainer)
         if self._failures.engine is not None:
             if self._extensions is not None:
@@ -253,6 +254,21 @@ class HybridAllReduce(_Base):
             self._comm.share_work(self.optimizers)
             self._comm.warn_of_reduction(self.optimizers)
             self._failures.end_setup()  # the engine's watchdog names missing ranks from here on
+
+    def _share_of_data(self) -> dict[str, Any]:
+        """Return how many ranks read different data, and the number of this one."""
+        if self._options.elastic is None:
+            share: dict[str, Any] = self.distributed_sampler_kwargs
+            return share
+        # Of all hosts that may come. Which shards are this rank's is known once hosts have met.
+        return {"num_replicas": self._comm.topology.world_size, "rank": self.global_rank}
+
+    @property
+    def _sums_over_ranks(self) -> bool:
+        """Whether gradients are summed over several ranks: of an elastic run those of all hosts that may come."""
+        if self._options.elastic is None:
+            return bool(self.world_size > 1)
+        return self._comm.topology.world_size > 1
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Hide, while the module is moved, what is not on this rank."""
@@ -296,6 +312,8 @@ class HybridAllReduce(_Base):
         """Make the optimizers, and refuse parameters that the module does not have: DDP would not average them."""
         super().setup_optimizers(trainer)
         self._loaders.after_optimizers(trainer)
+        if self._comm.elastic_fit is not None:
+            self._comm.elastic_fit.note_optimizers(self.optimizers)
         refuse_foreign_parameters(self.optimizers, self._module)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -313,7 +331,7 @@ class HybridAllReduce(_Base):
         self._loaders.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Obey a SIGTERM to this rank; between two steps the plan of communication may change."""
+        """Obey a SIGTERM to this rank, and begin the step of extensions and communication."""
         super().on_train_batch_start(batch, batch_idx)
         if self._extensions is not None:
             self._extensions.call("before_batch", batch_idx)
@@ -323,6 +341,8 @@ class HybridAllReduce(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step. Without a loss there is no backward that would end its half precision."""
+        if self._extensions is not None:
+            self._extensions.call("before_training_step", args, kwargs)
         self._rebuild_buckets()
         output = super().training_step(*args, **kwargs)
         if output is None and self._half is not None:
@@ -339,9 +359,16 @@ class HybridAllReduce(_Base):
                 self._has_rebuilt_buckets = self.model.reducer._rebuild_buckets()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward as DDP, after checking that the loss has one: other ranks wait for its gradients."""
+        """Run backward as DDP, and check that the loss has gradients: other ranks wait for them."""
         refuse_loss_without_gradient(closure_loss, rank=self.global_rank, world_size=self.world_size)
-        return super().backward(closure_loss, *args, **kwargs)
+        state = self._comm.hook_state
+        num_buckets_before = 0
+        if state is not None:
+            num_buckets_before = state.num_buckets
+        scaled_loss = super().backward(closure_loss, *args, **kwargs)
+        if state is not None and state.num_buckets == num_buckets_before:
+            self._refuse_backward_without_buckets(closure_loss)
+        return scaled_loss
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """End a backward, unless the precision plugin has done so before it unscaled the gradients."""
@@ -354,16 +381,20 @@ class HybridAllReduce(_Base):
         if self._comm.elastic_fit is not None:
             self._comm.elastic_fit.after_backward()
 
+    def _refuse_backward_without_buckets(self, closure_loss: torch.Tensor) -> None:
+        """Check that no other rank waits for the gradients of a backward that has handed over no bucket."""
+        is_averaged = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if is_averaged and self.world_size > 1 and self._comm.elastic_fit is None:
+            refuse_loss_without_parameters(closure_loss, rank=self.global_rank, world_size=self.world_size)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as DDP, after checking that every trained parameter is averaged."""
-        if self.world_size > 1 and self._averaged_parameters is not None:
+        if self._sums_over_ranks and self._averaged_parameters is not None:
             refuse_what_is_not_averaged(optimizer, self._averaged_parameters, self.lightning_module)
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self._extensions is not None:
             run = partial(self._extensions.step, optimizer, closure, run, **kwargs)
-        outputs = run()
-        self._comm.after_optimizer_step()
-        return outputs
+        return run()
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as DDP, and return fp32: what a model in fp32 returns."""
@@ -391,6 +422,14 @@ class HybridAllReduce(_Base):
     def is_global_zero(self) -> bool:
         """Whether this rank writes what is written once."""
         return super().is_global_zero if self._comm.is_first is None else self._comm.is_first
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce as DDP; within an elastic step what is logged is added up over all shards at the step's end."""
+        # A method, and no wrapper: Lightning compares it between two calls of `log`, in two fits too.
+        elastic_fit = self._comm.elastic_fit
+        if elastic_fit is not None and elastic_fit.is_in_step:
+            return tensor
+        return super().reduce(tensor, *args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Broadcast as DDP; a rank that an error ends gets what it gives."""
@@ -444,9 +483,12 @@ class HybridAllReduce(_Base):
             self._half.close_window()
         if self._extensions is not None:
             self._extensions.failed(exception)
-        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        # First of all DDP's advice takes the place of torch's message: the report below the traceback repeats it.
         super().on_exception(exception)
-        self._failures.close_report(exception, strategy=type(self).__name__, module=self.lightning_module)
+        use_own_names(exception, strategy=type(self).__name__)
+        self._failures.report(exception, rank=self.global_rank, first_rank=self.node_rank * self.num_processes)
+        if self.lightning_module is not None:
+            self._failures.ended_by = exception
 
     def teardown(self) -> None:
         """End what a fit has begun: extensions, engine, masters, what the module lacks, then DDP's own."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from lightning_hybrid.checks import require_choice, require_number, require_whole
+from lightning_hybrid.checks import make_plain, require_choice, require_number, require_whole
 from lightning_hybrid.comm import CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 
@@ -78,8 +78,8 @@ class Mean(BetweenNodes):
             own = "None" if dtype is None else str(dtype).removeprefix("torch.")
             raise ValueError(
                 f"`{name}` (=True) needs a codec between nodes, and `between_nodes.dtype` is {own}: only what int8 and "
-                "int4 round away is kept. Set strategy.between_nodes.dtype to int8 or int4, or leave "
-                f"`strategy.{name}` out."
+                "int4 round away is kept. Write dtype='int8' or 'int4', or leave "
+                f"`{name}` out."
             )
 
     @property
@@ -130,9 +130,10 @@ class LocalSteps(BetweenNodes):
 
     def __post_init__(self) -> None:
         """Check each."""
+        make_plain(self, "every", "from_step", "outer_lr", "outer_momentum")
         why = (
             "it counts the optimizer steps that a node takes on its own before the nodes' weights are averaged. 1 is "
-            "`Mean()`, gradients averaged over all ranks in every step: set strategy/between_nodes=mean"
+            "`Mean()`, gradients averaged over all ranks in every step: write between_nodes=Mean()"
         )
         require_whole("between_nodes.every", self.every, why, least=2, unit="steps")
         why = "it counts optimizer steps that are synchronous, before nodes train on their own. Leave it out for none"
@@ -144,7 +145,7 @@ class LocalSteps(BetweenNodes):
         if self.on_wire is torch.float16:
             raise ValueError(
                 f"`between_nodes.dtype` (={self.dtype!r}) cannot carry what weights have moved: it has no loss scale "
-                "and can be below what fp16 holds. Set strategy.between_nodes.dtype to bfloat16, int8 or int4, or "
+                "and can be below what fp16 holds. Write dtype='bfloat16', 'int8' or 'int4', or "
                 "leave it out."
             )
 
@@ -179,8 +180,6 @@ class Comm(OptionValue):
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
             JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
         dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
-        tune: whether the first steps try other algorithms, chunks and groups, for one that takes less time beyond
-            noise. `"auto"`: between CPU nodes, without `algorithm` and `plan`, in 1,000 steps or more; `"on"`; `"off"`.
 
     Raises:
         ValueError: a value cannot work, or `plan` and what it stands for are both given.
@@ -190,21 +189,12 @@ class Comm(OptionValue):
     bucket_bytes: int | None = None
     plan: CommPlan | Planner | str | None = None
     dtype: str | torch.dtype | None = None
-    tune: Literal["auto", "on", "off"] | bool = "auto"
 
     def __post_init__(self) -> None:
         """Check each, the file of a plan too."""
+        make_plain(self, "bucket_bytes")
         self.made_plan()
         dtype_from(self.dtype, name="comm.dtype")
-        why = "whether the plan of communication is tuned in the first steps. Leave `strategy.comm.tune` out for auto"
-        require_choice("comm.tune", self.tune, ("auto", "on", "off", True, False), why)
-
-    @property
-    def tuning(self) -> Literal["auto", "on", "off"]:
-        """`tune`, of which YAML reads `on` and `off` as booleans."""
-        if isinstance(self.tune, bool):
-            return "on" if self.tune else "off"
-        return self.tune
 
     @property
     def on_wire(self) -> torch.dtype | None:
@@ -242,7 +232,7 @@ class Comm(OptionValue):
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"`comm.plan` (={plan!r}) must be the path of a plan that can be read: {error}. Write one with "
-                "`CommPlan(...).to_json()`, or leave `strategy.comm.plan` out."
+                "`CommPlan(...).to_json()`, or leave `comm.plan` out."
             ) from error
 
 
@@ -263,10 +253,11 @@ class Report(OptionValue):
 
     def __post_init__(self) -> None:
         """Check both."""
+        make_plain(self, "link_bytes_per_s")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | os.PathLike):
             raise ValueError(
                 f"`report.trace_dir` (={self.trace_dir!r}) must be the path of a folder, or None. Leave "
-                "`strategy.report.trace_dir` out for None."
+                "`report.trace_dir` out for None."
             )
         if self.link_bytes_per_s is not None:
             why = (
@@ -277,13 +268,42 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Raise `ValueError` unless an argument is one of its classes' values: text or a dictionary is none."""
-    if not isinstance(value, kinds):
-        names = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-        raise ValueError(
-            f"`{name}` (={value!r:.80}) must be {names}, of `lightning_hybrid`: fields are checked where they "
-            f"stand. Write {name}={example}."
-        )
+    """Raise `ValueError` unless an argument is an object of one of these dataclasses; the error suggests an object."""
+    if isinstance(value, kinds):
+        return
+    class_names = [kind.__name__ for kind in kinds]
+    rule = class_names[0]
+    if len(class_names) > 1:
+        rule = f"{', '.join(class_names[:-1])} or {class_names[-1]}"
+    shown = f"{value!r:.80}"
+    if isinstance(value, type):
+        shown = value.__name__
+    suggestion = _object_meant_by(value, kinds)
+    cure = f"Write for example {name}={example}."
+    if suggestion is not None:
+        cure = f"Did you mean {name}={suggestion}?"
+    raise ValueError(f"`{name}` (={shown}) must be a {rule} object. {cure}")
+
+
+def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
+    """Return the object that a class, the name of a class, a mapping of fields or the value of one field stands for."""
+    for kind in kinds:
+        if value is kind or str(value).lower().replace("_", "") == kind.__name__.lower():
+            return _EXAMPLES.get(kind, f"{kind.__name__}()")
+    for kind in kinds:
+        candidates: list[Mapping[str, Any]] = [{field.name: value} for field in dataclasses.fields(kind)]
+        if isinstance(value, Mapping):
+            candidates = [value]
+        for fields in candidates:
+            try:
+                return repr(kind(**fields))
+            except (TypeError, ValueError):  # the value is none of this field's
+                continue
+    return None
+
+
+_EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
+"""Objects to suggest for classes that have no default for every field."""
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:
@@ -300,8 +320,9 @@ def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str,
     if isinstance(setting, str) and setting.removeprefix("torch.") in _DTYPES:
         return _DTYPES[setting.removeprefix("torch.")]
     cure = ""
-    if str(setting).removeprefix("torch.") in ("int8", "int4"):
-        cure = f" Sums have to hold them as they are: 8 and 4 bits are for strategy.between_nodes.dtype={setting}."
+    name_of_bits = str(setting).removeprefix("torch.")
+    if name_of_bits in ("int8", "int4"):
+        cure = f" Sums have to hold them as they are: 8 and 4 bits are for between_nodes=Mean(dtype={name_of_bits!r})."
     raise ValueError(f"`{name}` (={setting!r}) must be None or one of {', '.join([*_DTYPES, *more])}.{cure}")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -14,15 +15,6 @@ from typing import Any
 
 STRATEGY_NAME = "hybrid_allreduce"
 PIPELINE_NAME = "hybrid_pipeline"
-
-MISSPELT = (
-    "hybrid",
-    "hybrid_all_reduce",
-    "hybrid-all-reduce",
-    "hybrid-allreduce",
-    "hybridallreduce",
-    "hybrid_alreduce",
-)
 
 # The module that has the registry, its name there, and where our class is.
 _REGISTRIES = {
@@ -68,9 +60,7 @@ def _register(module: ModuleType) -> None:
         register_names(registry, partial(_strategy_of, flavour, "HybridAllReduceStrategy"))
         if "pytorch" in module.__name__:  # Fabric has no `training_step` that a schedule could run
             register_names(registry, partial(_strategy_of, flavour, "HybridPipelineStrategy"), PIPELINE_NAME)
-        for name in MISSPELT:
-            if name not in registry:
-                registry.register(name, partial(_refuse, name), description=f"not a strategy: {STRATEGY_NAME} is")
+        _suggest_names(registry)
     except Exception as error:  # of a version that we do not know: its import must not fail because of us
         warnings.warn(f"{module.__name__}: strategy={STRATEGY_NAME!r} could not be registered: {error}", stacklevel=2)
 
@@ -79,8 +69,51 @@ def _strategy_of(flavour: str, strategy: str, **options: Any) -> Any:
     return getattr(import_module(flavour), strategy)(**options)
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"`strategy` (={name!r}) is no strategy's name. Did you mean {STRATEGY_NAME!r}?")
+def _suggest_names(registry: Any) -> None:
+    """Let the names of a registry answer a misspelt name of ours, which Lightning answers with its own names."""
+    list_names = registry.available_strategies
+
+    def available_strategies() -> list[str]:
+        return _SuggestingNames(list_names())
+
+    registry.available_strategies = available_strategies
+
+
+class _SuggestingNames(list[str]):
+    """List of strategy names that raises an error for a misspelt one of ours, and for a class in place of an object.
+
+    Trainer and Fabric ask whether the value of `strategy` is in the list, and have no other hook before their error.
+    """
+
+    def __contains__(self, strategy: object) -> bool:
+        if super().__contains__(strategy):
+            return True
+        if isinstance(strategy, type) and strategy.__module__.startswith("lightning_hybrid."):
+            raise TypeError(
+                f"`strategy` (={strategy.__name__}) is a class, and must be an object or a name. Write "
+                f"strategy={strategy.__name__}()."
+            )
+        if isinstance(strategy, str):
+            suggestion = nearest_name(strategy, self)
+            if suggestion is not None:
+                raise ValueError(f"`strategy` (={strategy!r}) is not a known name. Did you mean {suggestion!r}?")
+        return False
+
+
+def nearest_name(misspelt: str, names: Collection[str]) -> str | None:
+    """Return the name of ours that was probably meant; None if a name of Lightning's is nearer, or none is near.
+
+    >>> names = ["ddp", "ddp_spawn", "hybrid_allreduce", "hybrid_allreduce_spawn", "hybrid_pipeline"]
+    >>> [nearest_name(name, names) for name in ("hybrid", "hybrid-all-reduce", "hybrid_pipline", "ddp_spwan")]
+    ['hybrid_allreduce', 'hybrid_allreduce', 'hybrid_pipeline', None]
+    """
+    spelling = misspelt.lower().replace("-", "_")
+    if spelling.startswith("hybrid") and STRATEGY_NAME.startswith(spelling):
+        return STRATEGY_NAME
+    for name in difflib.get_close_matches(spelling, names, n=1):
+        if name.startswith((STRATEGY_NAME, PIPELINE_NAME)):
+            return name
+    return None
 
 
 class _RegisterWhenImported(MetaPathFinder):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.checks import first_line, require_choice
+from lightning_hybrid.checks import first_line, plain_value, require_choice
 from lightning_hybrid.comm.health.diagnosis import name_ranks
 from lightning_hybrid.lightning_names import lightning_function, lightning_types, misconfiguration
 
@@ -79,7 +79,7 @@ def meet(*, address: str, port: int, rank: int, world_size: int, timeout: timede
         raise RendezvousError(
             f"`WORLD_SIZE` (={world_size}) ranks must meet at {where}, and within {timeout.total_seconds():g} s "
             f"{missing} did not come. Is it started, with this MASTER_ADDR and MASTER_PORT, and may it connect here "
-            "(firewall)? `strategy.timeout` is how long ranks wait for one another."
+            "(firewall)? `timeout` is how long ranks wait for one another."
         )
     return dist.PrefixStore("default_pg", store)
 
@@ -107,12 +107,12 @@ def timeout_from(setting: timedelta | float) -> timedelta:
     >>> timeout_from(60), timeout_from(timedelta(minutes=1)) == timeout_from(60.0)
     (datetime.timedelta(seconds=60), True)
     """
-    seconds = setting.total_seconds() if isinstance(setting, timedelta) else setting
+    seconds = setting.total_seconds() if isinstance(setting, timedelta) else plain_value(setting)
     # A year at most: what torch makes of it is counted in milliseconds and nanoseconds.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 366 * 86400:
         raise ValueError(
             f"`timeout` (={setting!r}) must be a number of seconds above zero, or a timedelta: so long do ranks wait "
-            "for one another, to meet and in each collective. Write timeout=1800, or leave `strategy.timeout` out."
+            "for one another, to meet and in each collective. Write timeout=1800, or leave `timeout` out."
         )
     return timedelta(seconds=seconds)
 
@@ -213,6 +213,8 @@ def connect_ranks(environment: Any, backend: str, device: torch.device, timeout:
             world_size=environment.world_size(),
             timeout=timeout,
         )
+    elif not dist.is_initialized() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        kwargs["store"] = store_of_attempt(environment.main_address, environment.main_port, timeout)
     try:
         connect = lightning_function("fabric.utilities.distributed._init_dist_connection")
         connect(environment, backend, **kwargs)
@@ -226,13 +228,24 @@ def connect_ranks(environment: Any, backend: str, device: torch.device, timeout:
     let_ranks_report()
 
 
+def store_of_attempt(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Return the store of torchrun's agent, for this attempt of a launch on one node alone.
+
+    The agent's store outlives its workers. Without a prefix those of the next attempt would find the addresses of the
+    last one, which the rank that is first reads. Attempts are counted by each agent, so that this is for one agent.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt {attempt}", store)
+
+
 def start_method_from(setting: str) -> Any:
     """Return how the ranks of a node are started.
 
     Raises:
         ValueError: there is no such way.
     """
-    why = "it is how the ranks of a node are started. Leave `strategy.start_method` out for 'popen'"
+    why = "it is how the ranks of a node are started. Leave `start_method` out for 'popen'"
     require_choice("start_method", setting, ("popen", "spawn", "fork", "forkserver"), why)
     return setting
 

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, cast
@@ -26,51 +26,20 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from recipes.cli import preflight
-from recipes.cli.usage import UsageError, command
+from recipes.cli.usage import UsageError, command, missing_extras, missing_packages_of, refuse_missing_extras
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 OPTIONS = ("config_path", "config_name", "config_dir")
 """Options of Hydra's that change what is composed."""
 
-SYNONYMS = {
-    **dict.fromkeys(["learning_rate", "base_lr", "max_lr"], "lr"),
-    **dict.fromkeys(["batch_size", "batchsize", "bs", "batch"], "global_batch_size"),
-    **dict.fromkeys(["epochs", "num_epochs", "n_epochs"], "max_epochs"),
-    **dict.fromkeys(["steps", "num_steps", "iterations"], "max_steps"),
-    **dict.fromkeys(["gpus", "num_gpus", "ngpus", "num_devices", "nproc", "num_processes", "ranks"], "devices"),
-    **dict.fromkeys(["nodes", "nnodes", "hosts"], "num_nodes"),
-    **dict.fromkeys(["wd", "decay", "l2"], "weight_decay"),
-    **dict.fromkeys(["amp", "fp16", "half", "dtype"], "precision"),
-    **dict.fromkeys(["checkpoint", "ckpt", "ckpt_path", "resume_from_checkpoint"], "resume"),
-    **dict.fromkeys(["workers", "num_workers", "n_workers"], "num_threads"),
-    **dict.fromkeys(["warmup", "warm_up", "warmup_length"], "warmup_epochs"),
-    **dict.fromkeys(["eta", "trust_coef"], "trust_coefficient"),
-    **dict.fromkeys(["path", "dir", "folder", "data_dir", "dataset_path", "data_path"], "root"),
-    **dict.fromkeys(["arch", "network", "backbone"], "model"),
-    **dict.fromkeys(["optimizer", "optimiser", "opt"], "optim"),
-    **dict.fromkeys(["scheduler", "lr_scheduler"], "schedule"),
-    "dataset": "data",
-    "clip": "gradient_clip_val",
-    "grad_clip": "gradient_clip_val",
-    "compression": "dtype",
-}
-"""Last words of keys, as the field and other trainers have them, and the words here."""
+SYNONYMS = {"learning_rate": "lr", "batch_size": "global_batch_size", "epochs": "max_epochs"}
+"""Last words of keys in other trainers, and the words here."""
 
 AVAILABLE = re.compile(r"Available options in '.*':\n((?:\t.*\n?)+)")  # Hydra's words for a choice that is none
 
-_LOCAL_STEPS = "strategy/between_nodes=local_steps strategy.between_nodes."
-WHOLE = {
-    "dtype": "precision={value}",
-    "strategy.comm_dtype": "strategy.comm.dtype={value}",
-    "strategy.comm_dtype_across_nodes": "strategy.between_nodes.dtype={value}",
-    "strategy.reduction": "strategy/between_nodes={value}",
-    "strategy.sync_across_nodes_every": f"{_LOCAL_STEPS}every={{value}}",
-    "strategy.sync_across_nodes_from_step": f"{_LOCAL_STEPS}from_step={{value}}",
-    "strategy.outer_step": f"{_LOCAL_STEPS}outer_lr=0.7 strategy.between_nodes.outer_momentum=0.9",
-    **{f"strategy.between_nodes.{key}": f"{_LOCAL_STEPS}{key}={{value}}" for key in ("every", "from_step", "outer_lr")},
-}
-"""Keys of which more than the last word is another here, those of 0.2 among them, and what to write."""
+LOCAL_STEPS_KEYS = tuple(f"strategy.between_nodes.{key}" for key in ("every", "from_step", "outer_lr"))
+"""Keys that are there once their group is chosen."""
 
 
 def bridge_hydra_versions() -> None:
@@ -94,10 +63,14 @@ def bridge_hydra_versions() -> None:
 def read(name: str) -> None:
     """Answer a command line that asks for words alone, and refuse one that Hydra cannot compose: both end the program.
 
+    Questions are answered without the extras that the command needs; help ends with the line that installs them.
+
     Raises:
         SystemExit: It was answered.
         UsageError: It was refused.
     """
+    if not is_question(sys.argv[1:]):
+        refuse_missing_extras(name)
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         return  # who asks for tracebacks gets Hydra's
     bridge_hydra_versions()
@@ -113,9 +86,9 @@ def read(name: str) -> None:
         raise SystemExit(0)
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
     # Words that are completed are a question.
-    is_question = given.help or given.hydra_help or given.shell_completion or given.cfg
+    is_answered = given.help or given.hydra_help or given.shell_completion or given.cfg
     if not given.shell_completion and (
-        lines := refusals(name, options, given.overrides, is_sweep=is_sweep, also_values=not is_question)
+        lines := refusals(name, options, given.overrides, is_sweep=is_sweep, also_values=not is_answered)
     ):
         # Every rank reads the same words: one prints, the others leave it time. Launchers end all at the first end.
         if is_first_rank():
@@ -123,9 +96,19 @@ def read(name: str) -> None:
         else:
             time.sleep(5)
         raise UsageError("\n".join(lines))
-    if is_question and not given.resolve:
-        program(name)()
+    if is_answered and not given.resolve:
+        try:
+            program(name)()
+        finally:  # Hydra ends the program once it has shown the help
+            if given.help and missing_extras(name):
+                print(f"\n{missing_extras(name)}")
         raise SystemExit(0)
+
+
+def is_question(words: Sequence[str]) -> bool:
+    """Return whether a command line asks for help, for the configuration, or for the choices of a key."""
+    options = ("--help", "-h", "--hydra-help", "--shell-completion", "-sc", "--cfg", "-c", "--info", "-i")
+    return any(word.partition("=")[0] in options or word.endswith("=?") for word in words)
 
 
 def is_first_rank() -> bool:
@@ -209,12 +192,19 @@ def refusals(
     if text.startswith("Traceback"):  # of the machine, such as a directory that is gone
         return []
     if not text:
+        if not also_values:
+            return []
+        values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config)))
+        lines = wrong_numbers(name, options, list(one_job.values()), values)
+        if lines:
+            return lines
         try:
-            if also_values and name == "train":
-                preflight.check_values(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config))))
+            preflight.check_required(values)
+            preflight.check_values(values)
         except ValueError as error:
             return [f"error: {error}"]
-        return []
+        line = missing_packages_of(values)
+        return [f"error: {line}"] if line else []
     # One by one, choices of groups before keys of what was chosen: who fails here is wrong, whatever else is.
     good, found = list(options), list[str]()
     for override in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
@@ -223,6 +213,40 @@ def refusals(
         else:
             good.append(one_job[override])
     return found or [f"error: {text}"]
+
+
+def wrong_numbers(name: str, options: Sequence[str], overrides: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key whose default is a number and whose value is text."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides if not override.startswith("~")}
+    is_text = {key for key in given if isinstance(value := value_at(values, key), str) and "${" not in value}
+    if not is_text:
+        return []
+    # Choices of groups stay: they decide which keys there are.
+    choices = [override for override in overrides if override.partition("=")[0].lstrip("+") not in is_text]
+    text, wrong = composed(name, [*options, *choices])
+    if wrong:
+        return []
+    defaults: Any = OmegaConf.to_container(OmegaConf.create(text))
+    lines = []
+    for key in sorted(is_text):
+        default = value_at(defaults, key)
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            value = value_at(values, key)
+            lines.append(f"error: `{key}`: expected a number, got {value!r}. Example: {key}={default}.")
+    return lines
+
+
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if there is no such key.
+
+    >>> value_at({"a": {"b": 1}}, "a.b"), value_at({"a": 2}, "a.b")
+    (1, None)
+    """
+    for word in key.split("."):
+        if not isinstance(values, Mapping) or word not in values:
+            return None
+        values = values[word]
+    return values
 
 
 def keys_of(text: str) -> list[str]:
@@ -257,7 +281,8 @@ def refusal(name: str, override: str, text: str, keys: Sequence[str]) -> str:
     rule = f"error: `{key}`{f' (={value})' if equals else ''} must be a key of the configuration, and is none."
     near_key = nearest(key, keys)
     hint = f" Did you mean {mark}{near_key}{equals}{value}?" if near_key is not None else ""
-    hint = f" Did you mean {WHOLE[key].format(value=value)}?" if key in WHOLE else hint
+    if key in LOCAL_STEPS_KEYS:
+        hint = f" Did you mean strategy/between_nodes=local_steps {key}={value}?"
     rest = "" if hint or mark else f" An argument that conf leaves out is added by a plus: +{key}={value}."
     return f"{rule}{hint} `{command(name)} --cfg job` prints every key.{rest}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.experimental.callback import Callback
@@ -38,6 +39,8 @@ class BeforeRun(Callback):
             own = {name: value for name, value in _plain(config).items() if name != "hydra"}
             preflight.check_secrets(own)
             folder = config.hydra[mode].dir
+            if mode == "run" and launch.is_rank_zero() and "resume" in own:
+                preflight.refuse_to_overwrite(Path(folder), resume=own["resume"], overwrite=own.get("overwrite"))
             preflight.check_environment(folder if launch.is_rank_zero() else None)
 
 

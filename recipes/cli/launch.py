@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed import DistError
 
+from recipes.cli import key_note
 from recipes.cli.command_line import bridge_hydra_versions
 from recipes.cli.preflight import LAUNCH_VARIABLES
 from recipes.cli.usage import UsageError, command
@@ -106,17 +107,18 @@ def is_rank_zero() -> bool:
 
 
 @contextmanager
-def short_errors() -> Iterator[None]:
+def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
     """End with one message, not a traceback, for what a configuration can cause (HYDRA_FULL_ERROR=1 shows it all).
 
-    To be put around what is done before work starts: whatever goes wrong there comes from what was given.
+    To be put around what is done before work starts: whatever goes wrong there comes from what was given. With `cfg`
+    the message has the keys of the arguments that it names.
     """
     try:
         yield
     except Exception as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        message = f"error: {message_of(error)}"
+        message = f"error: {message_of(error, cfg)}"
         print(message, file=sys.stderr, flush=True)
         if HydraConfig.initialized() and is_rank_zero():
             _remove_unused(Path(HydraConfig.get().runtime.output_dir))
@@ -132,8 +134,11 @@ def _remove_unused(folder: Path) -> None:
                 folder.parent.rmdir()
 
 
-def message_of(error: Exception) -> str:
-    """Format an error: what is wrong, the key of the part that could not be built, and what was given."""
+def message_of(error: Exception, cfg: DictConfig | None = None) -> str:
+    """Format an error: what is wrong, the key of the part that could not be built, and what was given.
+
+    With `cfg`, an error of the library, which names arguments of Python, gets a line with their keys.
+    """
     # Hydra 1.3 raises an error of its own with this line; 1.4 adds a note to the error itself.
     said = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
     where = next((line for line in said if line.strip().startswith("full_key:")), "")
@@ -148,6 +153,9 @@ def message_of(error: Exception) -> str:
         is_known = isinstance(cause, KNOWN_ERRORS) or type(cause).__name__ == "MisconfigurationException"
         text = text if is_known and text else f"{type(cause).__name__}: {text}"
         text = text.rstrip(".") + f". {_given(key)} HYDRA_FULL_ERROR=1 shows where."
+    elif cfg is not None:
+        note = key_note.note_of(text, cfg, built_key=key)
+        return f"{text}\n{note}" if note else text
     return text + (f" [{key}]" if key else "")
 
 
@@ -186,7 +194,7 @@ def ignore_lightning_warnings() -> None:
 
 
 @contextmanager
-def job() -> Iterator[list[pl.Trainer | Fabric]]:
+def job(cfg: DictConfig | None = None) -> Iterator[list[pl.Trainer | Fabric]]:
     """Run one job of Hydra's, in its own directory on all ranks, and leave the process fit for the next one.
 
     Yields a list; put the trainer, or Fabric, into it, so that the ranks it started are waited for. What Lightning, or
@@ -222,7 +230,7 @@ def job() -> Iterator[list[pl.Trainer | Fabric]]:
         is_clear = not isinstance(error, ValueError) or str(error).startswith("`")
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_clear:  # not about what was given: where matters
             raise
-        raise SystemExit(f"error: {message_of(error)}") from None
+        raise SystemExit(f"error: {message_of(error, cfg)}") from None
     finally:
         sys.argv = argv
         for name in {*LAUNCH_VARIABLES, "WANDB_MODE"} - set(before):  # the last is set by Lightning's logger, offline

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from recipes.datasets import fashion_mnist_files
+
 PROBE_BYTES = 65536
 """Bytes written and removed again (our choice): a full disk takes an empty file."""
 
@@ -285,11 +287,51 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse values of `train` that can be judged without torch, whose import takes seconds.
+def refuse_to_overwrite(run_dir: Path, *, resume: Any, overwrite: Any) -> None:
+    """Refuse a run from scratch in a directory that holds the checkpoints of another run.
 
     Raises:
-        ValueError: `precision` is the name of a dtype, or there is no folder `data.root`.
+        ValueError: It does, and neither `resume` nor `overwrite` is set.
+    """
+    checkpoints = sorted((run_dir / "checkpoints").glob("*.ckpt"))
+    if checkpoints and resume is None and not overwrite:
+        raise ValueError(
+            f"`hydra.run.dir` (={run_dir}) holds a run, with checkpoints/{checkpoints[0].name}, and this run would "
+            "overwrite it. Add resume=auto to continue it, overwrite=true to start again, or set another hydra.run.dir."
+        )
+
+
+def check_required(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration in which a value is left to the user, `???` in the files of conf.
+
+    Raises:
+        ValueError: Names all such keys.
+
+    >>> check_required({"root": "???", "packing": {"out": "???", "quality": 90}})
+    Traceback (most recent call last):
+        ...
+    ValueError: `root` (=???) must have a value. Missing: root, packing.out. Give it on the command line: root=...
+    """
+    missing = list[str]()
+    nodes: list[tuple[str, Any]] = [("", config)]
+    for key, value in nodes:  # grows
+        if isinstance(value, Mapping):
+            nodes += [(f"{key}.{name}" if key else str(name), child) for name, child in value.items()]
+        elif value == "???":
+            missing.append(key)
+    if missing:
+        raise ValueError(
+            f"`{missing[0]}` (=???) must have a value. Missing: {', '.join(missing)}. Give it on the command line: "
+            f"{missing[0]}=..."
+        )
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Refuse values that can be judged without torch, whose import takes seconds.
+
+    Raises:
+        ValueError: `precision` is the name of a dtype, a number of images or ranks is not above zero, the images do not
+            divide among the ranks, there is no folder `root` or `data.root`, or it lacks Fashion-MNIST.
 
     >>> check_values({"precision": "fp16"})
     Traceback (most recent call last):
@@ -297,16 +339,52 @@ def check_values(config: Mapping[str, Any]) -> None:
     ValueError: `precision` (='fp16') must be a name of Lightning's, such as 16-true (half-precision model on fp32 \
 masters), bf16-true, 32-true or 16-mixed. Set precision=16-true.
     """
-    precision, data = str(config.get("precision")), config.get("data")
+    precision, data, trainer = str(config.get("precision")), config.get("data"), config.get("trainer")
     if (name := DTYPE_NAMES.get(precision)) is not None:
         raise ValueError(
             f"`precision` (='{precision}') must be a name of Lightning's, such as 16-true (half-precision model on "
             f"fp32 masters), bf16-true, 32-true or 16-mixed. Set precision={name}."
         )
-    root = data.get("root") if isinstance(data, Mapping) else None
-    if isinstance(root, str) and not root.startswith(("$", "?")) and not Path(root).is_dir():
+    batch = config.get("global_batch_size")
+    if isinstance(batch, int) and batch < 1:
+        raise ValueError(f"`global_batch_size` (={batch}) must be above 0: it is the number of images of a step.")
+    is_launched = any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"))
+    if isinstance(batch, int) and isinstance(trainer, Mapping) and not is_launched:
+        num_nodes = trainer.get("num_nodes")
+        if isinstance(num_nodes, str):  # conf asks the launcher, and there is none
+            num_nodes = 1
+        _check_shares(batch, trainer.get("devices"), num_nodes)
+    _check_folder("root", config.get("root"), "to pack")
+    if not isinstance(data, Mapping):
+        return
+    root = data.get("root")
+    if data.get("_target_") != fashion_mnist_files.DATA_MODULE:
+        _check_folder("data.root", root, "that contains train/ and val/")
+    elif _is_path(root):
+        fashion_mnist_files.check_files(str(root), name="data.root")
+
+
+def _is_path(root: Any) -> bool:
+    # `$`: conf asks the environment. `?`: the value is left to the user, see `check_required`.
+    return isinstance(root, str) and not root.startswith(("$", "?"))
+
+
+def _check_folder(key: str, root: Any, content: str) -> None:
+    if _is_path(root) and not Path(root).is_dir():
+        raise ValueError(f"`{key}`: no such folder: {root}. Set {key} to the folder {content}.")
+
+
+def _check_shares(batch: int, devices: Any, num_nodes: Any) -> None:
+    """Refuse a batch that does not divide among the ranks that the trainer would start."""
+    if not isinstance(devices, int) or not isinstance(num_nodes, int) or devices < 1 or num_nodes < 1:
+        return  # all devices of the machine, or a value that is refused later
+    num_ranks = devices * num_nodes
+    if batch % num_ranks:
+        below = batch // num_ranks * num_ranks
+        nearest = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"
         raise ValueError(
-            f"`data.root` (={root}) must be a folder with the images, and is none. Set data.root=<folder>."
+            f"`global_batch_size` (={batch}) must be a multiple of the number of ranks (={num_ranks}): every rank "
+            f"takes as many images. Nearest that fit: global_batch_size={nearest}."
         )
 
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 RECIPES = Path(__file__).resolve().parents[1]
 
-EXTRAS = {"recipes": ("pydantic", "sklearn", "PIL"), "report": ("matplotlib",)}
+EXTRAS = {
+    "recipes": ("pydantic", "sklearn", "PIL"),
+    "report": ("matplotlib",),
+    "search": ("optuna",),
+    "study": ("optuna", "scipy"),
+}
 """Extras of the distribution that commands need, and what each brings that is asked for."""
 
-WITHOUT_PICTURES = ("train", "pack")  # need no `report`; of `train` one callback does, and says so
+EXTRAS_OF = {
+    "train": ("recipes",),
+    "pack": ("recipes",),
+    "search": ("recipes", "report", "search"),
+    "study": ("recipes", "study"),
+}
+"""Extras of commands that draw no pictures; all others need `recipes` and `report`. A callback of `train` draws some,
+and says so."""
 
 
 class UsageError(SystemExit):
@@ -22,20 +36,62 @@ class UsageError(SystemExit):
         self.code = 2
 
 
+PACKAGE_NAMES = {"PIL": "Pillow", "sklearn": "scikit-learn"}
+"""Names under which packages are installed, where they differ from those that are imported."""
+
+NEEDED_BY_TARGETS = {
+    "recipes.networks.bert": ("text", ("transformers",)),
+    "recipes.datasets.text": ("text", ("tokenizers",)),
+    "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", ("tensorboard",)),
+}
+"""Extras that parts of a configuration need, by the start of their `_target_`, and what each brings."""
+
+
+def missing_line(who: str, extras: Sequence[str], packages: Sequence[str]) -> str:
+    """Return the line about packages that are not installed; empty if all are."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if not missing:
+        return ""
+    names = ", ".join(PACKAGE_NAMES.get(package, package) for package in missing)
+    return (
+        f"{who} needs packages that are not installed ({names}). Install them with: pip install "
+        f"'lightning-hybrid[{','.join(extras)}]'"
+    )
+
+
+def missing_extras(name: str) -> str:
+    """Return the line about packages that a command needs and that are not installed; empty if all are."""
+    extras = EXTRAS_OF.get(name, ("recipes", "report"))
+    return missing_line(f"`{command(name)}`", extras, [package for extra in extras for package in EXTRAS[extra]])
+
+
 def refuse_missing_extras(name: str) -> None:
     """Refuse a command for which packages are missing, before anything of it is imported.
 
     Raises:
         UsageError: One is; it says the line that installs them.
     """
-    needed = ["recipes"] if name in WITHOUT_PICTURES else list(EXTRAS)
-    if missing := [each for extra in needed for each in EXTRAS[extra] if find_spec(each) is None]:
-        message = (
-            f"error: `{name}` needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'lightning-hybrid[{','.join(needed)}]'"
-        )
+    line = missing_extras(name)
+    if line:
+        message = f"error: {line}"
         print(message, file=sys.stderr, flush=True)
         raise UsageError(message)
+
+
+def missing_packages_of(config: Any) -> str:
+    """Return the line about packages that the parts of a configuration need and that are not installed."""
+    if not isinstance(config, Mapping):
+        return ""
+    target = str(config.get("_target_", ""))
+    for start, (extra, packages) in NEEDED_BY_TARGETS.items():
+        line = missing_line(f"`{target}`", [extra], packages) if target.startswith(start) else ""
+        if line:
+            return line
+    for part in config.values():
+        line = missing_packages_of(part)
+        if line:
+            return line
+    return ""
 
 
 def command(name: str) -> str:

@@ -131,21 +131,25 @@ def accumulation(
     return global_batch_size // together
 
 
-def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int) -> str:
-    """Format the shares of a step's images in one line.
+def batch_line(global_batch_size: int, world_size: int, accumulate_grad_batches: int, *, unit: str = "images") -> str:
+    """Format the shares of a step's images, or of what else `unit` says, in one line.
 
     Raises:
         ValueError: They do not divide.
 
     >>> batch_line(65536, 256, 2)
-    'batch: 65536 images = 256 ranks x 2 batches of 128; BatchNorm sees 128 at a time'
+    'Global batch size 65536: 256 ranks x 2 batches x 128 images.'
+    >>> batch_line(20, 2, 1, unit="sequences")
+    'Global batch size 20: 2 ranks x 10 sequences, no gradient accumulation.'
     """
     from lightning_hybrid.data import batch_size_per_rank  # here: it imports Lightning, and not every command needs it
 
     parts = {"world_size": world_size, "accumulate_grad_batches": accumulate_grad_batches}
-    images = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
-    dealt = f"{world_size} ranks x {accumulate_grad_batches} batch{'es' if accumulate_grad_batches > 1 else ''}"
-    return f"batch: {global_batch_size} images = {dealt} of {images}; BatchNorm sees {images} at a time"
+    share = batch_size_per_rank(global_batch_size=global_batch_size, **parts)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if accumulate_grad_batches == 1:
+        return f"Global batch size {global_batch_size}: {ranks} x {share} {unit}, no gradient accumulation."
+    return f"Global batch size {global_batch_size}: {ranks} x {accumulate_grad_batches} batches x {share} {unit}."
 
 
 def _fewest_rounds(share: int, max_batch_size: int, world_size: int) -> int:

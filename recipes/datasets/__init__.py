@@ -1,1 +1,1 @@
-"""Image sets of the recipes, their packing into shards, and decoding by DALI."""
+"""Image sets of the recipes, and their packing into shards."""

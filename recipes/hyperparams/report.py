@@ -1,99 +1,102 @@
-"""Result of a search: a table of all trials, best first, and a picture of each round."""
+"""Result of a search: a row for each trial as it ends, a table of all trials, and a picture."""
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from optuna.exceptions import ExperimentalWarning
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial
+from optuna.visualization.matplotlib import plot_slice
 
-from lightning_hybrid.callbacks.run_report.figure import MUTED, SERIES, Panel, write_svg
 from recipes.cli.markdown import markdown_table
-from recipes.hyperparams.coarse_to_fine import Axis, axis_values_of
-from recipes.hyperparams.trial_log import Mode, TrialOutcome, best_of, rank_of
+from recipes.hyperparams.axes import Axis
+from recipes.hyperparams.outcome import best_of, sort_key, status_of
+
+Rounds = Sequence[Sequence[FrozenTrial]]
+"""Trials that have ended, by round."""
+
+WIDTH = 11
+"""Least width of a column on the terminal."""
 
 
-def markdown(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode) -> str:
-    """Format a row for each trial, best first; a trial of several rounds stands under its first."""
-    keys = [axis.key for axis in axes]
-    first_round: dict[str, int] = {}
-    outcomes: dict[str, TrialOutcome] = {}
-    for number, found in enumerate(rounds, start=1):
-        for outcome in found:
-            first_round.setdefault(outcome.key, number)
-            outcomes[outcome.key] = outcome
-    rows = []
-    for place, outcome in enumerate(sorted(outcomes.values(), key=lambda o: rank_of(o, mode=mode)), start=1):
-        point = axis_values_of(outcome.overrides, keys)
-        value = "" if outcome.value is None else f"{outcome.value:.5g}"
-        rows.append(
-            [
-                str(place),
-                *(f"{point[key]:.6g}" for key in keys),
-                value,
-                outcome.status,
-                str(first_round[outcome.key]),
-                f"{outcome.wall_s:.1f}",
-                outcome.reason,
-            ]
-        )
-    return markdown_table(["rank", *keys, objective, "status", "round", "s", "reason"], rows)
+@dataclass(frozen=True, kw_only=True)
+class SearchReport:
+    """Report of a search.
 
+    Attributes:
+        axes: What is searched.
+        objective: Name of the metric that is compared.
+        direction: Better direction of the objective.
+    """
 
-def edges(rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, mode: Mode) -> list[str]:
-    """Return the keys whose best value lies at an end of the range, or beyond it: the range should be wider."""
-    best = best_of([outcome for found in rounds for outcome in found], mode=mode)
-    if best is None:
-        return []
-    point = axis_values_of(best.overrides, [axis.key for axis in axes])
-    return [axis.key for axis in axes if axis.is_edge(point[axis.key])]
+    axes: Sequence[Axis]
+    objective: str
+    direction: StudyDirection
 
+    def header(self) -> str:
+        """Return the header of the rows that are printed while the search runs."""
+        return self._line(["trial", *self._keys(), self.objective, "status", "seconds", "reason"])
 
-def panels_of(
-    rounds: Sequence[Sequence[TrialOutcome]], axes: Sequence[Axis], *, objective: str, mode: Mode
-) -> list[Panel]:
-    """Return a panel for each round and axis: objective against value; a cross at the top: no value."""
-    return [
-        (partial(_draw, f"Round {number}, {axis.key}", found, axis, objective, mode), 220)
-        for number, found in enumerate([found for found in rounds if found] or [[]], start=1)
-        for axis in axes
-    ]
+    def row(self, trial: FrozenTrial, *, num_ended: int, num_trials: int) -> str:
+        """Return the row of a trial that has just ended."""
+        return self._line([f"{num_ended} of {num_trials}", *self._cells(trial)])
 
+    def table(self, rounds: Rounds) -> str:
+        """Format all trials as a table in Markdown, best first."""
+        round_of = {}
+        for number, trials in enumerate(rounds, start=1):
+            for trial in trials:
+                round_of[trial.number] = number
 
-def _draw(title: str, found: Sequence[TrialOutcome], axis: Axis, objective: str, mode: Mode, panel: Axes) -> None:
-    def x_of(outcome: TrialOutcome) -> float:
-        return axis_values_of(outcome.overrides, [axis.key])[axis.key]
+        rows = []
+        for rank, trial in enumerate(self._sorted(rounds), start=1):
+            rows.append([str(rank), str(round_of[trial.number]), *self._cells(trial)])
+        return markdown_table(["rank", "round", *self._keys(), self.objective, "status", "seconds", "reason"], rows)
 
-    for status, style in (("done", "o"), ("stopped", "v")):
-        some = [(x_of(o), o.value) for o in found if o.status == status and o.value is not None]
-        panel.plot([x for x, _ in some], [value for _, value in some], style, color=SERIES[0])
-    best = best_of(found, mode=mode)
-    if best is not None and best.value is not None:
-        panel.plot([x_of(best)], [best.value], "*", markersize=13, color=SERIES[1])
-        title += f": best at {x_of(best):.3g}"
-    lost = [outcome for outcome in found if outcome.status in ("diverged", "failed")]
-    panel.plot([x_of(o) for o in lost], [0.95] * len(lost), "x", color=MUTED, transform=panel.get_xaxis_transform())
-    if axis.scale == "log":
-        panel.set_xscale("log")
-    values = [o.value for o in found if o.value is not None and math.isfinite(o.value)]
-    if values and min(values) > 0 and max(values) > 20 * min(values):
-        panel.set_yscale("log")
-    panel.set_title(title)
-    panel.set_ylabel(objective)
-    panel.set_xlabel(f"{axis.key}; triangle: stopped; cross: lost")
+    def best(self, rounds: Rounds) -> FrozenTrial | None:
+        """Return the best trial that is done, or None."""
+        return best_of(self._sorted(rounds), self.direction)
 
+    def edges(self, best: FrozenTrial) -> list[str]:
+        """Return the keys whose best value lies at an end of the range, or beyond it."""
+        return [axis.key for axis in self.axes if axis.is_edge(best.params[axis.key])]
 
-def write_search(
-    folder: Path,
-    rounds: Sequence[Sequence[TrialOutcome]],
-    axes: Sequence[Axis],
-    *,
-    objective: str,
-    mode: Mode,
-) -> None:
-    """Write `table.md` and `search.svg` into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(markdown(rounds, axes, objective=objective, mode=mode) + "\n")
-    write_svg(folder / "search.svg", panels_of(rounds, axes, objective=objective, mode=mode))
+    def write(self, folder: Path, study: Study, rounds: Rounds) -> None:
+        """Write `table.md` and `search.svg` into `folder`."""
+        (folder / "table.md").write_text(self.table(rounds) + "\n")
+        with matplotlib.rc_context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            axes: Any = plot_slice(study, params=self._keys(), target_name=self.objective)
+        first_axes = np.ravel(axes)[0]
+        first_axes.figure.savefig(folder / "search.svg", bbox_inches="tight")
+        plt.close(first_axes.figure)
+
+    def _keys(self) -> list[str]:
+        return [axis.key for axis in self.axes]
+
+    def _sorted(self, rounds: Rounds) -> list[FrozenTrial]:
+        trials = [trial for trials in rounds for trial in trials]
+        return sorted(trials, key=lambda trial: sort_key(trial, self.direction))
+
+    def _cells(self, trial: FrozenTrial) -> list[str]:
+        values = [f"{trial.params[axis.key]:.6g}" for axis in self.axes]
+        objective = ""
+        if trial.value is not None and status_of(trial) in ("done", "stopped"):
+            objective = f"{trial.value:.5g}"
+        seconds = ""
+        if trial.duration is not None:
+            seconds = f"{trial.duration.total_seconds():.1f}"
+        return [*values, objective, status_of(trial), seconds, trial.user_attrs["reason"]]
+
+    def _line(self, cells: Sequence[str]) -> str:
+        names = ["trial", *self._keys(), self.objective, "status", "seconds", "reason"]
+        padded = [cell.ljust(max(WIDTH, len(name))) for cell, name in zip(cells, names, strict=True)]
+        return "  ".join(padded).rstrip()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,23 +101,6 @@ def work_of(
     return StepWorkload(
         forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s
     )
-
-
-def measured_work(path: Path, *, batch_size: int) -> StepWorkload:
-    """Return what `recipes/planning/gradient_timing.py` measured, at this batch.
-
-    Raises:
-        ValueError: Another batch was measured.
-    """
-    content = json.loads(path.read_text())
-    if content["batch_size_per_rank"] != batch_size:
-        raise ValueError(
-            f"`batch_size_per_rank` (={batch_size}) must be that of the profile, {content['batch_size_per_rank']}: "
-            f"times of another batch are not known. Measure again with batch_size_per_rank={batch_size}."
-        )
-    work = content["work"]
-    gradients = tuple((numel, time_s) for numel, time_s in work.pop("gradients"))
-    return StepWorkload(gradients=gradients, **work)
 
 
 def flops_per_image(layers: Sequence[Layer]) -> int:

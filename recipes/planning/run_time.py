@@ -182,7 +182,7 @@ def preset_of(scenario: Scenario, cfg: DictConfig, overrides: Sequence[str]) -> 
     """Return the keys that tell the device and the links from others, with their values, where they were not given."""
     cluster = scenario.cluster
     values = {
-        "images_per_s": None if scenario.measured or cfg.images_per_s is not None else scenario.images_per_s,
+        "images_per_s": None if cfg.images_per_s is not None else scenario.images_per_s,
         "cluster.links.ranks_per_node": cluster.ranks_per_node,
         "cluster.links.inside.bytes_per_s": cluster.inside.bytes_per_s,
         "cluster.links.across.bytes_per_s": cluster.across.bytes_per_s,

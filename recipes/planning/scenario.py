@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -19,15 +18,12 @@ from lightning_hybrid.planning.simulate import NO_JITTER, Jitter, SimulatedSteps
 from lightning_hybrid.planning.workload import StepWorkload
 from recipes.cli.ranges import CountOrZero
 from recipes.planning.estimates.compression import BYTES, average_s, with_averages
-from recipes.planning.layers import Layer, WithoutValues, flops_per_image, layers_of, measured_work, work_of
+from recipes.planning.layers import Layer, WithoutValues, flops_per_image, layers_of, work_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Network, device, cluster and plan; arguments as in conf/simulate.yaml.
-
-    `measured`: what a rank computes, instead of `images_per_s` spread over `layers`.
-    """
+    """Network, device, cluster and plan; arguments as in conf/simulate.yaml."""
 
     layers: tuple[Layer, ...]
     images_per_s: float
@@ -36,7 +32,6 @@ class Scenario:
     plan: CommPlan
     itemsize: int
     on_cuda: bool
-    measured: StepWorkload | None = None
     input_images_per_s: float | None = None
     update_s: float = 0.0
     algorithm: str | None = None
@@ -86,8 +81,6 @@ class Scenario:
         """Return the work of one rank. All ranks of a node share its input."""
         node_batch = self.batch_size_per_rank * self.cluster.ranks_per_node
         input_s = 0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s
-        if self.measured is not None:
-            return replace(self.measured, update_s=self.update_s, input_s=input_s)
         return work_of(
             self.layers,
             batch_size=self.batch_size_per_rank,
@@ -158,20 +151,16 @@ def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
 
 def scenario_of(cfg: DictConfig) -> Scenario:
     """Make the scenario of a configuration."""
-    measured = None
-    if cfg.profile is not None:
-        measured = measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
     # Shapes suffice: no memory for the weights of a large network.
     with WithoutValues():
         model = instantiate(cfg.model)
     layers = tuple(layers_of(model, list(cfg.image_shape)))
     name = HydraConfig.get().runtime.choices["model"]
-    rate, is_estimate = (0.0, False) if measured else rate_of(cfg, name, flops_per_image(layers))
+    rate, is_estimate = rate_of(cfg, name, flops_per_image(layers))
     return Scenario(
         layers=layers,
         images_per_s=rate,
         is_rate_estimated=is_estimate,
-        measured=measured,
         batch_size_per_rank=cfg.batch_size_per_rank,
         input_images_per_s=cfg.cluster.input_images_per_s,
         update_s=cfg.update_s,

@@ -28,10 +28,23 @@ from recipes.planning.layers import flops_per_image
 from recipes.planning.memory_report import MemoryReport
 from recipes.planning.parallelism import PipelineChoice, pipeline_choices, pipeline_table, what_pays
 from recipes.planning.run_time import RunTime, how_sure, preset_of, run_lines
-from recipes.planning.scaling_curve import SHOWN_TIMES, ScalingPoint, curve_table, scales, scaling_point
 from recipes.planning.scenario import Scenario, Search
 
 QUANTILES = (0.5, 0.9, 0.99)
+SHOWN_TIMES = 4  # the curve is printed up to so many times the ranks that were asked for
+FAR_RANKS = (256, 1024, 4096, 16384)  # of the curve in table.md, beyond what is printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """Scale on the curve. `least_s`: what no all-reduce of all gradients can beat between these nodes."""
+
+    num_ranks: int
+    step_s: float
+    exposed_s: float
+    efficiency: float
+    images_per_s: float
+    least_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,3 +321,37 @@ def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
 
 def _more(step_s: float, best_s: float) -> str:
     return f"{max(0.0, step_s / best_s - 1):.1%} more"
+
+
+def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
+    """Return the ranks of the curve: from one to four times those asked for, and then to thousands.
+
+    >>> scales(24, ranks_per_node=8)
+    [1, 6, 8, 12, 24, 48, 96, 256, 1024, 4096, 16384]
+    """
+    near = {1, ranks_per_node, num_ranks // 4, num_ranks // 2, num_ranks, 2 * num_ranks, SHOWN_TIMES * num_ranks}
+    return sorted(near - {0}) + [far for far in FAR_RANKS if far > SHOWN_TIMES * num_ranks]
+
+
+def scaling_point(scenario: Scenario) -> ScalingPoint:
+    """Simulate one scale."""
+    outcome = scenario.run()
+    return ScalingPoint(
+        num_ranks=scenario.cluster.world_size,
+        step_s=outcome.step_s,
+        exposed_s=float(outcome.exposed_s.mean()),
+        efficiency=outcome.efficiency,
+        images_per_s=scenario.global_batch_size / outcome.step_s,
+        least_s=scenario.cluster.least_s(scenario.node_bytes(outcome)),
+    )
+
+
+def curve_table(points: Sequence[ScalingPoint]) -> str:
+    """Format the curve."""
+    lines = ["| ranks | step s | exposed s | efficiency | images/s | byte bound s |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {p.num_ranks} | {p.step_s:.4g} | {p.exposed_s:.3g} | {p.efficiency:.1%} | {p.images_per_s:,.0f} "
+        f"| {p.least_s:.3g} |"
+        for p in points
+    ]
+    return "\n".join(lines)

@@ -30,7 +30,7 @@ from recipes.cli.usage import command
 from recipes.cli.world import num_ranks
 from recipes.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark, validate
 from recipes.planning.calibration.overhead_fit import MeasuredSetup
-from recipes.planning.layers import layers_of, measured_work, work_of
+from recipes.planning.layers import layers_of, work_of
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -47,7 +47,6 @@ KEYS: dict[str, Any] = {
     "image_shape": list[Count],
     "batch_size_per_rank": Count,
     "images_per_s": Positive | None,
-    "profile": str | None,
     "plan": CommPlan,
     "num_shown": Count,
     "run_dir": str,
@@ -84,9 +83,7 @@ def check_tune_keys(cfg: DictConfig) -> None:
 
 
 def configured_work(cfg: DictConfig) -> StepWorkload:
-    """Return the step to plan for: of a profile, of a rate, or gradients that nothing hides."""
-    if cfg.profile is not None:
-        return measured_work(Path(cfg.profile), batch_size=cfg.batch_size_per_rank)
+    """Return the step to plan for: of a rate, or gradients that nothing hides."""
     with torch.device("meta"):
         model = instantiate(cfg.model)
     layers = layers_of(model, list(cfg.image_shape))

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_info
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.models import correct_momentum_
 from recipes.cli import config_check, launch
@@ -39,8 +40,13 @@ def build(cfg: DictConfig, ckpt_path: str | None = None) -> tuple[pl.Trainer, Cl
         logger=tracking.logger_of(cfg, ckpt_path=ckpt_path) or False,
     )
     check_world(trainer)
-    rank_zero_info(batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches))
+    unit = "images" if hasattr(data, "image_shape") else "sequences"
+    line = batch_line(cfg.global_batch_size, trainer.world_size, trainer.accumulate_grad_batches, unit=unit)
     model = keys.model_for(data, cfg, trainer)
+    if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        share = cfg.global_batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
+        line += f" BatchNorm uses {share} images."
+    rank_zero_info(line)
     num_parts = getattr(trainer.strategy, "num_microbatches", trainer.accumulate_grad_batches)
     correct_momentum_(model, accumulate_grad_batches=num_parts)
     kind: Any = instantiate(cfg.module)

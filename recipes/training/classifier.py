@@ -86,6 +86,7 @@ class Classifier(pl.LightningModule):
         self.val_loss = MeanMetric(nan_strategy="disable")  # by default a nan would be left out of the mean
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+        self._planned_steps: dict[str, int] = {}  # of the schedule
         has_top5 = num_classes > 5  # else it is 1
         self.val_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
         self.test_acc_top5 = MulticlassAccuracy(num_classes, top_k=5, average="micro") if has_top5 else None
@@ -147,8 +148,37 @@ class Classifier(pl.LightningModule):
             )
         # A short run, as a test of three steps, may end within its warm-up.
         warmup_steps = min(asked or 0, total_steps - 1)
-        schedule = self.schedule(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
+        self._planned_steps = {"total_steps": total_steps, "warmup_steps": warmup_steps}
+        schedule = self.schedule(optimizer, **self._planned_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Follow the schedule of this run's length, and warn if the run resumes from a checkpoint of another length.
+
+        A schedule loads its length with its state: the run would train on at the end of the other run's schedule.
+        """
+        schedule: Any = self.lr_schedulers()
+        saved_steps = {name: getattr(schedule, name, None) for name in self._planned_steps}
+        if saved_steps == self._planned_steps or None in saved_steps.values():
+            return
+        rate_before = float(schedule.optimizer.param_groups[0]["lr"])
+        for name, value in self._planned_steps.items():
+            setattr(schedule, name, value)
+        rates = schedule.get_lr()
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        schedule._last_lr = rates
+        if self.trainer.is_global_zero:
+            log.warning(
+                f"the schedule now has {self._planned_steps['total_steps']} steps instead of "
+                f"{saved_steps['total_steps']}, and {self._planned_steps['warmup_steps']} steps of warm-up instead of "
+                f"{saved_steps['warmup_steps']}: after step {self.trainer.global_step} the learning rate jumps from "
+                f"{rate_before:g} to {float(rates[0]):g}. The result is not that of a run of this length without a "
+                "stop."
+            )
 
     def _num_steps(self) -> tuple[int, int]:
         """Return the steps of an epoch, and of the run.

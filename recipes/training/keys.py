@@ -37,6 +37,7 @@ TRAIN_KEYS: dict[str, Any] = {
     "trust_ratio": bool,
     "decay_excluded": bool,
     "resume": str | None,
+    "overwrite": bool,
     "run_dir": str,
     "module": pl.LightningModule,
     "module._partial_": Literal[True],

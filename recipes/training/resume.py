@@ -24,13 +24,6 @@ from lightning_hybrid.checkpoint.file import (
 NO_INFLUENCE = {"model.checkpoint_activations", "model.slice_fc"}
 """Saved keys that change no number of a run, but for the order of additions."""
 
-MOVED = {
-    "lightning_hybrid.models.AlexNet": "recipes.networks.alexnet.AlexNet",
-    "lightning_hybrid.models.AlexNetBN": "recipes.networks.alexnet.AlexNetBN",
-    "lightning_hybrid.models.ResNet": "recipes.networks.resnet.ResNet",
-}
-"""Where networks are now that checkpoints of 0.2 name."""
-
 
 # ---- which -----------------------------------------------------------------------------------------------------------
 
@@ -150,9 +143,6 @@ def refuse_other_configuration(path: Path, now: dict[str, Any]) -> None:
     before = content.get("callbacks", {}).get(Configuration.__name__, {}).get("kept")
     if before is None:
         return
-    if (model := before.get("model")) and model.get("_target_") in MOVED:
-        before = {**before, "model": {**model, "_target_": MOVED[model["_target_"]]}}
-    before = {"module": now.get("module"), **before}  # which checkpoints of earlier versions do not have
     differing = [key for key in differences(before, now) if key not in NO_INFLUENCE]
     if differing:
         (key, *more), old, new = differing, dict(_leaves(before)), dict(_leaves(now))

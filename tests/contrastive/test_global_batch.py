@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import SumMetric
 
-from lightning_hybrid import Comm, Elastic
+from lightning_hybrid import Elastic
 from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
 from tests.contrastive.networks import (
     CHUNK,
@@ -504,7 +504,7 @@ def test_two_ranks_train_what_they_train_with_activations_kept(precision, two_ra
 
 
 def test_elastic_refuses_a_loss_over_all_ranks():
-    options = {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400"), "comm": Comm(tune="off")}
+    options = {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400")}
     seen = fit(None, partial(Fitted, Network), train=loader, raises=True, **options)
     assert "`global_batch.loss` (=InfoNCE) and `elastic`" in seen.error
     assert "exclude each other" in seen.error

@@ -74,7 +74,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
     from lightning_hybrid.optim import LARS
     from lightning_hybrid.strategy.elastic import elastic_fit, views
     from lightning_hybrid.strategy.elastic.option import Elastic
-    from lightning_hybrid.strategy.options import Comm, Mean
+    from lightning_hybrid.strategy.options import Mean
     from recipes.datasets.digits import DigitsDataModule
 
     views.Membership = partial(views.Membership, wait_s=part.get("wait_s", 10.0))  # type: ignore[assignment, misc]
@@ -163,7 +163,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
                 note(event="row", step=step, loss=metrics["loss_step"])
 
     num_hosts, meet = options["hosts"], options["meet"]
-    ways: dict[str, Any] = {"ranks_per_node": options["ranks"], "comm": Comm(tune="off")}
+    ways: dict[str, Any] = {"ranks_per_node": options["ranks"]}
     if not part.get("is_plain"):
         least, silent_s = part.get("min_hosts", 1), options["silent_s"]
         ways["elastic"] = Elastic(max_hosts=num_hosts, min_hosts=least, meet=meet, silent_s=silent_s)

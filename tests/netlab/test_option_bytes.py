@@ -83,7 +83,7 @@ class Deep(pl.LightningModule):
 
 def fit_of_deep(module, looks, **options):
     images = DataLoader(torch.randn(NUM_BATCHES, 8), batch_size=1)
-    comm = Comm(plan=CommPlan(algorithm="two_level", bucket_bytes=2 * WIDTH**2), tune="off")
+    comm = Comm(plan=CommPlan(algorithm="two_level", bucket_bytes=2 * WIDTH**2))
     options |= {"precision": "16-true", "loss_scale": 1, "comm": comm}
     return fit(None, module, train=images, max_epochs=1, use_distributed_sampler=False, callbacks=looks, **options)
 
@@ -321,7 +321,7 @@ def sent_by_fits():
     found = []
     train = DataLoader(torch.randn(NUM_STEPS * HOSTS * RANKS_PER_HOST, LAYER_WIDTH), batch_size=1)
     # In small chunks messages of 4 bits are of a few KiB, of which headers are some percent.
-    comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22), tune="off")
+    comm = Comm(plan=CommPlan(algorithm="two_level", chunk_bytes=2**22))
     looks = at(
         on_train_start=lambda *_: sent()[0],
         on_train_batch_end=lambda trainer, *_: sent()[0] if trainer.global_step == NUM_STEPS else None,

@@ -77,7 +77,7 @@ def test_named_parameters_and_the_keys_of_schedulers_are_welcome():
 
 
 COMMON = {
-    "lr": [-1.0, math.nan, math.inf, "0.1", True, *map(torch.tensor, ([0.1], -0.1, 1, 1j))],
+    "lr": [-1.0, math.nan, math.inf, "fast", True, *map(torch.tensor, ([0.1], -0.1, 1, 1j))],
     **{"weight_decay": [-1e-4], "eps": [-1e-8], "excluded_lr_mult": [-1.0], "trust_clip": [0.0]},
     **{"foreach": [1], "fused": [1], "maximize": [None]},
 }
@@ -115,6 +115,34 @@ def test_every_bad_argument_is_refused_for_the_optimizer_and_for_a_group(rule, n
 def test_what_does_not_go_together_is_refused(rule, group, options, words):
     with pytest.raises(ValueError, match=words):
         rule([{"params": parameters((2,)), **group}], **{"lr": 0.1, **options})
+
+
+@every_rule
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lr_scale": 0.5},  # layer decay of BEiT and ConvNeXt
+        {"layer_id": 3},
+        {"dampening": 0.0, "amsgrad": False},  # a group that another optimizer of torch's has filled in
+        {"weight_decay_scale": 0.1, "lr_mult": 2.0, "no_weight_decay": True},
+    ],
+)
+def test_a_group_keeps_the_keys_that_a_schedule_of_the_user_reads(rule, keys):
+    first, second = parameters((2,)), parameters((3,))
+    optimizer = rule([{"params": first, **keys}])
+    optimizer.add_param_group({"params": second, **keys})
+    for group in optimizer.param_groups:
+        assert keys.items() <= group.items()
+        group["lr"] = 0.1 * group.get("lr_scale", 1.0)  # as such a schedule does
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert keys.items() <= optimizer.param_groups[1].items()
+
+
+@pytest.mark.parametrize("key", ["weigth_decay", "trust_ration", "excluded_lr_mul", "trust_coeficient", "momentun"])
+def test_a_misspelt_option_of_a_group_is_refused_with_the_option_that_was_meant(key):
+    with pytest.raises(ValueError, match=rf"^`{key}` \(=0.5\) is no option of LARS, .* Did you mean `\w+`\?"):
+        LARS([{"params": parameters((2,)), key: 0.5}], lr=0.1)
 
 
 @every_rule

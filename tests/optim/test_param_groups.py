@@ -163,3 +163,12 @@ def test_the_report_counts_every_parameter_once_under_its_reason():
 def test_what_cannot_be_meant_is_refused(build, arguments, message):
     with pytest.raises(ValueError, match=message):
         param_groups(build(), **{"weight_decay": 0.1, **arguments})
+
+
+def test_parameters_in_place_of_the_module_are_answered_with_the_call_to_write():
+    net = nn.Linear(2, 2)
+    for params in (net.parameters(), list(net.parameters()), net.named_parameters()):
+        with pytest.raises(
+            TypeError, match=r"^`model` \(=a \w+\) must be the module .* Write param_groups\(net, \.\.\.\)"
+        ):
+            param_groups(params, weight_decay=0.1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid import Comm, HybridPipelineStrategy
+from lightning_hybrid import HybridPipelineStrategy
 from tests import toy
 from tests.scenes import Seen
 
@@ -23,7 +23,7 @@ def in_stages(*, data: Dataset | None = None, batch_size: int = 8, **scene: Any)
 def accumulated(*, data: Dataset | None = None, batch_size: int = 8, num: int = 4, **scene: Any) -> dict[str, Any]:
     """The same steps on the data ranks alone, with each batch in `num` parts."""
     train = partial(loader_of, data or toy.Blobs(), batch_size // num)
-    return {"train": train, "comm": Comm(tune="off"), "accumulate_grad_batches": num, **scene}
+    return {"train": train, "accumulate_grad_batches": num, **scene}
 
 
 def loader_of(data: Dataset, batch_size: int) -> DataLoader:

@@ -271,6 +271,50 @@ class NoGradient(Toy):
         return loss.detach() if self.global_rank == 1 and batch_idx == 2 else loss
 
 
+class ZeroLoss(Toy):
+    """A zero in place of the loss on one rank, in the third batch, as for a batch without labels."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 2:
+            return torch.tensor(0.0, requires_grad=True)
+        return super().training_step(batch, batch_idx)
+
+
+class ZeroOfOtherTensors(Toy):
+    """As `ZeroLoss`, computed from tensors that are no parameters."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 2:
+            return torch.zeros(3, requires_grad=True).sum() * 2
+        return super().training_step(batch, batch_idx)
+
+
+class ZeroTimesTheNetwork(Toy):
+    """The cure in the message."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 2:
+            return self.net(batch[0]).sum() * 0
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [ZeroLoss, ZeroOfOtherTensors])
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_a_rank_whose_loss_depends_on_no_parameter_is_named_at_once(two_ranks, precision, module):
+    """The other ranks would wait for the gradients of this step until the time-out, and blame the network."""
+    seen = fit(two_ranks, module, precision=precision, raises=True, max_epochs=1, timeout_s=200.0)
+    for each in seen:
+        assert "The loss on rank 1 of 2 depends on no trained parameter" in each.error
+    assert "`self.net(x).sum() * 0`" in seen[1].error
+
+
+@pytest.mark.parametrize("precision", ["16-true", "32-true"])
+def test_the_cure_for_a_batch_without_a_loss_trains(two_ranks, precision):
+    for each in fit(two_ranks, ZeroTimesTheNetwork, precision=precision, max_epochs=1):
+        assert each.error == ""
+        assert all(torch.isfinite(weight).all() for weight in each.weights.values())
+
+
 @pytest.mark.parametrize("precision", ["16-true", "32-true"])
 def test_a_rank_whose_loss_has_no_gradient_is_named_at_once(two_ranks, precision):
     one, other = fit(two_ranks, NoGradient, precision=precision, raises=True, max_epochs=1)

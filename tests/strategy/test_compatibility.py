@@ -34,10 +34,10 @@ ASKED = {
     "world update": {"shard_update": "world"},
     "algorithm": {"comm": Comm(plan=CommPlan(algorithm="two_level"))},
     "planner": {"comm": Comm(plan=Plans())},
-    "tune": {"comm": Comm(tune=True)},
     "extensions": {"extensions": [object]},
     "unused parameters": {"find_unused_parameters": True},
     "elastic": {"elastic": Elastic(max_hosts=2, meet="127.0.0.1:29400")},
+    "ranks per node": {"ranks_per_node": 1},
 }
 KINDS = {"pipeline": HybridPipelineStrategy, "Fabric": fabric.HybridAllReduceStrategy}
 LAYER = nn.Linear(2, 2)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_hybrid import Comm, FitExtension, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps
+from lightning_hybrid import FitExtension, HybridAllReduceStrategy, HybridPipelineStrategy, LocalSteps
 from lightning_hybrid.comm import CommEngine
 from lightning_hybrid.precision.window import HalfPrecisionWindow
 from tests import toy
@@ -91,7 +91,7 @@ def fit(fails, batch_error_on=(), path=None, ckpt_path=None):
     factories = [partial(Says, name=name, said=said, fails=fails.get(name, ())) for name in "abc"]
     if dist.get_rank() in batch_error_on:
         module.training_step = lambda batch, batch_idx: {}["label"]
-    strategy = HybridAllReduceStrategy(extensions=factories, comm=Comm(tune="off"), ranks_per_node=1, timeout=30)
+    strategy = HybridAllReduceStrategy(extensions=factories, ranks_per_node=1, timeout=30)
     trainer = toy.trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -192,7 +192,7 @@ def ends(options, precision):
                 return before(self, *args)
 
             patch.setattr(kind, name, call)
-        strategy = HybridAllReduceStrategy(extensions=[lambda fit: FitExtension()], comm=Comm(tune="off"), **options)
+        strategy = HybridAllReduceStrategy(extensions=[lambda fit: FitExtension()], **options)
         toy.trainer(strategy=strategy, precision=precision, max_epochs=1).fit(toy.Toy(), toy.loader(16))
     return said
 
@@ -208,14 +208,14 @@ def test_an_extension_that_is_no_factory_is_refused():
     for wrong in ([FitExtension()], [partial, "name"], FitExtension(), FitExtension, 3, "name"):
         with pytest.raises(ValueError, match=r"^`extensions` .* must hold what makes extensions"):
             HybridAllReduceStrategy(extensions=wrong)
-    with pytest.raises(ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `strategy.ext"):
+    with pytest.raises(ValueError, match=r"^`extensions` .* and a pipeline exclude each other: .* Leave `ext"):
         HybridPipelineStrategy(extensions=[FitExtension])
     strategy = HybridAllReduceStrategy(extensions=[lambda fit: None])
     with pytest.raises(ValueError, match=r"must be factories .* returned NoneType"):
         toy.trainer(strategy=strategy).fit(toy.Toy(), toy.loader())
 
 
-FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices", "plan_tuning")
+FEATURES = ("feedback_state", "local_steps", "shard_update", "node_slices")
 
 
 def modules_after(options):
@@ -226,7 +226,7 @@ def modules_after(options):
             patch.setattr(name, sys.modules[name])
         for name in known:
             patch.delitem(sys.modules, name)
-        strategy = HybridAllReduceStrategy(comm=Comm(tune="off"), **options)
+        strategy = HybridAllReduceStrategy(**options)
         toy.trainer(strategy=strategy, precision="16-true", max_epochs=1).fit(toy.Toy(), toy.loader())
         found = [one for one, name in zip(FEATURES, names, strict=True) if name in sys.modules]
         return strategy._extensions is None, found

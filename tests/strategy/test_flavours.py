@@ -8,7 +8,9 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 
+import lightning_hybrid
 from lightning_hybrid.strategy import registration
 from tests import toy
 from tests.programs import run_program
@@ -145,7 +147,42 @@ def test_a_lightning_that_is_not_as_we_know_it_is_imported_all_the_same(tmp_path
 
 
 @pytest.mark.parametrize("of", [Trainer, Fabric])
-@pytest.mark.parametrize("name", ["hybrid_all_reduce", "hybrid-allreduce", "HybridAllReduce", "hybrid"])
-def test_a_likely_misspelling_is_answered_with_the_name(of, name):
-    with pytest.raises(ValueError, match=r"Did you mean 'hybrid_allreduce'\?"):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hybrid_allreduse", "hybrid_allreduce"),
+        ("hybrid_all_reduce", "hybrid_allreduce"),
+        ("hybrid-allreduce", "hybrid_allreduce"),
+        ("HybridAllReduce", "hybrid_allreduce"),
+        ("hybrid", "hybrid_allreduce"),
+        ("hybird_allreduce_spwan", "hybrid_allreduce_spawn"),
+        ("hybrid_allreduce_find_unused_parameters", "hybrid_allreduce_find_unused_parameters_true"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_most_similar_one(of, name, meant):
+    with pytest.raises(ValueError, match=rf"^`strategy` \(='{name.lower()}'\) .* Did you mean '{meant}'\?$"):
         of(strategy=name, accelerator="cpu", devices=1)
+
+
+def test_a_misspelt_pipeline_is_answered_with_its_name():
+    with pytest.raises(ValueError, match=r"Did you mean 'hybrid_pipeline'\?$"):
+        Trainer(strategy="hybrid_pipline", accelerator="cpu", devices=1)
+
+
+@pytest.mark.parametrize("of", [Trainer, Fabric])
+def test_a_misspelt_name_of_lightning_stays_an_error_of_lightning(of):
+    for name in ("ddp_find_unused_parameters_tru", "fsdpp", "horovod"):
+        with pytest.raises(ValueError, match="invalid strategy name"):
+            of(strategy=name, accelerator="cpu", devices=1)
+
+
+def test_a_class_in_place_of_an_object_is_answered_with_the_call():
+    with pytest.raises(TypeError, match=r"^`strategy` .* is a class.* Write strategy=HybridAllReduceStrategy\(\)\.$"):
+        Trainer(strategy=lightning_hybrid.HybridAllReduceStrategy, accelerator="cpu", devices=1)
+
+
+def test_the_registry_lists_no_name_that_is_no_strategy():
+    names = StrategyRegistry.available_strategies()
+    assert "hybrid_allreduce" in names
+    assert "ddp" in names
+    assert {name.split("_")[1] for name in names if name.startswith("hybrid")} == {"allreduce", "pipeline"}

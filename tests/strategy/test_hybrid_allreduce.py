@@ -155,15 +155,15 @@ def test_bad_options_are_refused_when_the_object_is_made(options, message):
 def test_a_timeout_is_seconds_a_folder_any_path_and_a_dtype_any_spelling():
     assert HybridAllReduceStrategy(timeout=60)._timeout == timedelta(minutes=1)
     assert HybridAllReduceStrategy(timeout=timedelta(hours=1))._timeout == timedelta(hours=1)
-    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._comm._trace_dir == "traces"
+    assert HybridAllReduceStrategy(report=Report(trace_dir=Path("traces")))._options.trace_dir == "traces"
     for dtype in ("fp16", "float16", "torch.float16", torch.float16):
-        assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._comm._comm_dtype is torch.float16
+        assert HybridAllReduceStrategy(comm=Comm(dtype=dtype))._options.comm.on_wire is torch.float16
 
 
 def test_a_plan_comes_from_a_file_and_excludes_the_options_it_holds(tmp_path):
     plan = CommPlan(algorithm="hierarchical", chunk_bytes=12345)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._comm._plan == plan
+    assert HybridAllReduceStrategy(comm=Comm(plan=str(tmp_path / "plan.json")))._options.plan == plan
     for options in ({"algorithm": "flat"}, {"bucket_bytes": 1}):
         with pytest.raises(ValueError, match=r"^`comm.plan` .* leave `comm.algorithm` and `comm.bucket_bytes` out, or"):
             Comm(plan=plan, **options)
@@ -239,6 +239,15 @@ def test_a_parameter_that_would_not_be_averaged_is_refused(two_ranks, scene, wor
     """DDP would let ranks drift, or wait."""
     for seen in fit(two_ranks, raises=True, **scene):
         assert all(word in seen.error for word in words), seen.error
+
+
+def test_the_box_below_the_traceback_has_the_advice_on_unused_parameters_whole(two_ranks):
+    for seen in fit(two_ranks, HasUnused, raises=True):
+        box = seen.error.partition("-" * 80)[2]
+        assert "parameters that were not used in producing the loss" in box
+        assert "strategy='hybrid_allreduce_find_unused_parameters_true'" in box
+        assert "`strategy=HybridAllReduceStrategy(find_unused_parameters=True)`." in box
+        assert "Expected to have finished reduction" not in seen.error
 
 
 class Wide(Toy):

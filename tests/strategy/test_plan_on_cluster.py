@@ -1,8 +1,8 @@
-"""A described cluster instead of a plan: the plan is chosen on it, and tuning starts from there."""
+"""A described cluster instead of a plan: the plan is chosen on it."""
 
 import pytest
 
-from lightning_hybrid import Comm, HybridAllReduceStrategy, Mean
+from lightning_hybrid import Comm, Mean
 from lightning_hybrid.comm import CommPlan
 from lightning_hybrid.planning import plan_search
 from lightning_hybrid.planning.cluster import Cluster
@@ -66,8 +66,3 @@ def test_a_cluster_of_other_nodes_is_refused_on_every_rank(two_ranks):
     for seen in fit(two_ranks, comm=Comm(plan=cluster(4)), ranks_per_node=1, raises=True, **SCENE):
         assert "`plan` (=a cluster with 4 ranks per node) must be of nodes as this job's, which have 1" in seen.error
         assert not seen.looks["on_train_start"]
-
-
-@pytest.mark.parametrize(("plan", "tune"), [(cluster(2), "auto"), (CommPlan(), "off")], ids=["cluster", "plan"])
-def test_what_was_chosen_on_a_cluster_is_tuned_as_the_librarys_own(plan, tune):
-    assert HybridAllReduceStrategy(comm=Comm(plan=plan))._comm.tune == tune

@@ -194,10 +194,10 @@ def refuse_odd_nodes(topology: Topology) -> None:
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(
             f"`between_nodes` (=Adasum()) needs a power of two of nodes, and there are {num_nodes}: its tree combines "
-            f"them two by two. Launch {below} or {2 * below} nodes, or set strategy/between_nodes=mean."
+            f"them two by two. Launch {below} or {2 * below} nodes, or write between_nodes=Mean()."
         )
     if topology.ranks_per_node is None:
         raise ValueError(
             f"`between_nodes` (=Adasum()) needs nodes of equal size, and these hold {sizes} ranks: the mean of a small "
-            "node would count as much as that of a large one. Launch equal nodes, or set strategy/between_nodes=mean."
+            "node would count as much as that of a large one. Launch equal nodes, or write between_nodes=Mean()."
         )

@@ -30,8 +30,8 @@ def plan_for_codec(plan: CommPlan, topology: NodeShape, *, bits: int, on_cuda: b
     raise ValueError(
         f"`algorithm` (={plan.algorithm!r}) {what}, and `between_nodes.dtype` (='int{bits}') is for the sums that "
         "nodes send each other: the gradient of every rank would be rounded, and as often as a node has ranks it would "
-        "send as many bytes. Leave `strategy.comm.algorithm` and such a `strategy.comm.plan` out, or set "
-        "it to hierarchical."
+        "send as many bytes. Leave `comm.algorithm` and such a `comm.plan` out, or write "
+        "comm=Comm(algorithm='hierarchical')."
     )
 
 

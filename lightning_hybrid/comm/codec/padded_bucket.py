@@ -14,7 +14,7 @@ from lightning_hybrid.comm.codec.block_format import BLOCK, num_blocks_of
 class PaddedBucket:
     """Memory for a bucket with zeros behind each gradient, up to a multiple of 256 elements; used again in each step.
 
-    DistributedDataParallel makes other buckets in its first step than later, in a resumed run too, and tuning cuts them
+    DistributedDataParallel makes other buckets in its first step than later, in a resumed run too, and plans cut them
     otherwise. Scales and noise are those of a block: here they depend on the gradient and the place in it alone.
 
     Args:

@@ -28,7 +28,6 @@ from lightning_hybrid.comm.engine.cuda_all_reduce import all_reduce
 from lightning_hybrid.comm.engine.in_flight import FailureLatch, InFlightBucket
 from lightning_hybrid.comm.engine.job import SHARD_ALIGNMENT, Job
 from lightning_hybrid.comm.engine.process_groups import CommGroups
-from lightning_hybrid.comm.engine.stages import stage_scopes
 from lightning_hybrid.comm.health.abort import ABORT_LIMIT_S, is_on_hosts
 from lightning_hybrid.comm.health.device_waits import DeviceWaits, is_any_captured
 from lightning_hybrid.comm.health.watchdog import Watchdog
@@ -54,7 +53,6 @@ class CudaCarrier:
         self._latch, self._watchdog = latch, watchdog
         self._streams: CudaStreams | None = None
         self._issued: IssuedBuckets | None = None  # those with events; None: there was none yet
-        self._in_use: tuple[str, ...] = ()
         self._aborting = threading.Lock()
         self._stuck: list[str] | None = None  # groups that would not end; None while there is no failure
         self._waits = DeviceWaits(device, also=partial(self.look, with_places=True))
@@ -62,12 +60,7 @@ class CudaCarrier:
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Use these algorithms from now on. There is one set of groups: more would only share the streams."""
-        self._in_use = tuple(stage_scopes(columns))
-
-    def free_unused(self) -> None:
-        """Free the communicators that the algorithms in use do not need. Collective."""
-        self._groups.keep(self._in_use)
+        """Do nothing: there is one set of groups, whatever the algorithms. More would only share the streams."""
 
     def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
         """Cut a bucket into the chunks of its plan; the thread that submits also puts them on the streams."""

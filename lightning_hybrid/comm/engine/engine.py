@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -171,33 +171,6 @@ class CommEngine:
         columns |= {name: 1 for name in EXCHANGES if name.partition("_")[0] in self._exchanging}
         self._groups.add(stage_scopes(columns))
         self._carrier.use(columns)
-
-    def prepare(self, plans: Iterable[CommPlan]) -> None:
-        """Make the groups that these plans need, now. Collective."""
-        for plan in plans:
-            self._groups.add(stage_scopes(plan.columns(self.topology, on_cuda=self._on_cuda)))
-
-    def adopt(self, plan: CommPlan) -> None:
-        """Carry out `plan` from the next submit on.
-
-        Collective: every rank must call it between the same two submits, with a plan that the caller has compared.
-
-        Raises:
-            RuntimeError: while a thread carries a tensor.
-        """
-        with self._latch.lock:
-            if self._latch.error or self._is_closed:
-                self._raise_as_unusable()
-            # On CUDA what is on the streams keeps its order whatever the plan, and exchanges have groups of their own.
-            if not all(one.is_issued or is_exchange(one.plan.algorithm) for one in self._latch.in_flight):
-                raise RuntimeError("a plan can only be changed between two steps, and a bucket is in flight")
-            self.plan = plan
-            self._buckets.clear()  # decided again by the new plan
-        self._prepare()
-
-    def free_unused(self) -> None:
-        """Free what other plans needed. Collective; only while no rank is in a stage."""
-        self._carrier.free_unused()
 
     def submit(
         self,

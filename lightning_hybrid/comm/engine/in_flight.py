@@ -84,7 +84,6 @@ class InFlightBucket:
     is_in_update: bool | None = False
     num_owners: int = 0  # `two_level` stops before the gather: so many ranks have a part each; 0: all have all
     is_coded: bool = False  # between nodes; the checksum of the order then goes in a chunk of its own, as it is
-    is_issued: bool = False  # all of it is on the device's streams, where nothing changes its order any more
     stage: str = "order"  # in which an error comes while it is put there
     done: Future = field(default_factory=Future)
     error: str | None = None
@@ -195,7 +194,8 @@ class InFlightBucket:
         for chunk in self.chunks:
             chunk.part = chunk.job.flat = _NOTHING
             chunk.job.shard = None
-        self.flat, self.finish, self.is_issued = _NOTHING, _unchanged, True
+        self.flat = _NOTHING
+        self.finish = _unchanged
 
 
 def _compare(contents: tuple[str, str], watchdog: Watchdog) -> None:

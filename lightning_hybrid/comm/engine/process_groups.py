@@ -30,7 +30,6 @@ class CommGroups:
         self.topology = topology
         self._timeout, self._share = timeout, share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
-        self._scopes: dict[str, Scope] = {}
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
         # Each stage has groups of its own: two stages on one Gloo group would be matched with each other by order of
         # arrival, which sums the wrong tensors without a word.
@@ -47,7 +46,7 @@ class CommGroups:
         for stage, scope in scopes.items():
             if stage in self.by_stage:
                 continue
-            self.by_stage[stage], self._scopes[stage] = None, scope
+            self.by_stage[stage] = None
             several = _several(self.topology.partition(scope))
             missing = [ranks for ranks in several if not (self._share and ranks in built)]
             for ranks, group in self._make(missing, f"lightning_hybrid.{stage}"):
@@ -92,18 +91,6 @@ class CommGroups:
         owned, self._owned, self.by_stage, self._built = self._owned, [], {}, {}
         return owned
 
-    def keep(self, stages: Iterable[str]) -> None:
-        """Free the groups of all other stages, but for those that are shared with one of these. Collective."""
-        needed = set(stages)
-        used = {ranks for stage in needed for ranks in self.topology.partition(self._scopes[stage])}
-        for stage in [stage for stage in self.by_stage if stage not in needed]:
-            del self.by_stage[stage], self._scopes[stage]
-        for ranks in [ranks for ranks in self._built if ranks not in used and len(ranks) < self.topology.world_size]:
-            group = self._built.pop(ranks)
-            if group is not None:
-                self._owned = [owned for owned in self._owned if owned is not group]
-                destroy(group)
-
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
         group, self.by_stage[stage] = self.by_stage.get(stage), None
@@ -111,11 +98,6 @@ class CommGroups:
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]
             destroy(group)
-
-    def forget_stage(self, stage: str) -> None:
-        """Free the group of one stage (no shared one) that is not in use; `add` may make it again."""
-        self.destroy_stage(stage)
-        del self.by_stage[stage], self._scopes[stage]
 
 
 def own_group(sets: Sequence[Sequence[int]], *, timeout: timedelta | None, desc: str, **options: Any) -> Any:

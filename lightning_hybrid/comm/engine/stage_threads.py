@@ -67,32 +67,15 @@ class StageThreads:
         self._latch = latch
         self._watchdog = watchdog
         self._num_put: dict[Algorithm, int] = {}
-        self._num_columns: dict[Algorithm, int] = {}
         self._columns: dict[Algorithm, list[list[StageThread]]] = {}
         latch.give_up = self._give_up
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
-        """Use this many columns of each algorithm from now on; start the threads that are missing."""
-        # Only while no chunk is in flight, and at the same place of the order on every rank.
+        """Start the threads of this many columns of each algorithm."""
         for algorithm, num_columns in columns.items():
-            found = self._columns.setdefault(algorithm, [])
-            found += [self._start(algorithm, column) for column in range(len(found), num_columns)]
-        # From zero on every rank: the round robin over columns must be the same everywhere.
-        self._num_columns, self._num_put = dict(columns), dict.fromkeys(columns, 0)
-
-    def free_unused(self) -> None:
-        """End the threads that `use` left idle, and free their groups; only while no rank has a chunk in flight."""
-        for algorithm, found in self._columns.items():
-            num_used = self._num_columns.get(algorithm, 0)
-            for column in range(num_used, len(found)):
-                for stage_thread in found[column]:
-                    if stage_thread.is_first:
-                        stage_thread.queue.put(None)
-                    if stage_thread.thread is not None:
-                        stage_thread.thread.join()
-                for stage in stages_by_name(algorithm):  # also those without a thread here: all ranks forget the same
-                    self._groups.forget_stage(group_name(stage, column))
-            del found[num_used:]
+            self._columns[algorithm] = [self._start(algorithm, column) for column in range(num_columns)]
+            # From zero on every rank: the round robin over columns must be the same everywhere.
+            self._num_put[algorithm] = 0
 
     def _start(self, algorithm: Algorithm, column: int) -> list[StageThread]:
         stage_threads = [
@@ -118,7 +101,7 @@ class StageThreads:
             traffic=bucket.traffic,
             is_in_update=bucket.is_in_update,
         )
-        columns = self._columns[bucket.plan.algorithm][: self._num_columns[bucket.plan.algorithm]]
+        columns = self._columns[bucket.plan.algorithm]
         for chunk in bucket.chunks:
             column = columns[self._num_put[bucket.plan.algorithm] % len(columns)]  # round robin, the same on every rank
             self._num_put[bucket.plan.algorithm] += 1

@@ -1,11 +1,11 @@
-"""What must be equal on all ranks: software, plan, topology, and the place in the training."""
+"""What must be equal on all ranks: software, plan and topology."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -77,29 +77,3 @@ def compare_plans(
             f"`strategy` options, from one configuration.{places_of([], hosts)}"
         )
     return gathered[0][2], hosts, [addresses for *_, addresses in gathered]
-
-
-def max_over_ranks(times_s: Sequence[float], place: str, device: torch.device) -> list[float]:
-    """Return the largest of each time over all ranks of WORLD, which must be at the same `place` of the training.
-
-    Collective: every rank of WORLD must call it, with as many times.
-
-    Raises:
-        ValueError: on every rank, naming who is elsewhere.
-    """
-    digest = hashlib.sha256(place.encode()).digest()
-    # One small all-reduce: places are compared by a hash that travels with the times, as the largest of it and of its
-    # negative, which are one number where all are equal.
-    words = [float(int.from_bytes(digest[at : at + 4], "big")) for at in (0, 4)]  # exact in fp64
-    values = torch.tensor([*times_s, *words, *(-word for word in words)], dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    most = values.tolist()  # the largest of word and of -word are opposite only where all words are equal
-    if most[-4:-2] != [-word for word in most[-2:]]:  # max(word) != min(word): some rank is elsewhere
-        places: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(places, place)
-        difference = differing([{"place in the training": each} for each in places])
-        raise ValueError(
-            f"all ranks must change the plan of communication after the same step: {difference}. Give every rank the "
-            "same number of batches and the same `strategy` options, or set `strategy.comm.tune=off`."
-        )
-    return most[: len(times_s)]

@@ -21,7 +21,14 @@ from lightning_hybrid.comm.membership.connections import (
     own_ip_towards,
     split,
 )
-from lightning_hybrid.comm.membership.view import Settings, address_of, host_key, name_of, names_of
+from lightning_hybrid.comm.membership.view import (
+    Settings,
+    address_of,
+    differing_parts,
+    host_key,
+    name_of,
+    names_of,
+)
 from lightning_hybrid.comm.membership.view_change import ViewChange
 
 log = logging.getLogger(__name__)
@@ -51,6 +58,7 @@ class Host(SocketThread):
         )
         self._peers: dict[str, Connection] = {}  # to send: by key; each other host has its own to here
         self._seen_s: dict[str | int, float] = {}  # when a word of a host, or of a rank of this one, came
+        self._ended_s: dict[str, float] = {}  # when a host closed one connection, while a word may come on another
         self._ranks: dict[int, Connection] = {}  # of this host
         self._asked: dict[int, Connection] = {}  # by place in `meet`
         # Whom to join at a place (-1: who called), whether it runs, when it said so.
@@ -84,11 +92,35 @@ class Host(SocketThread):
         if late := sorted(set(range(self._settings.ranks_per_host)) - set(machine.committed)):
             return f"ranks {late} of this host"
         if not machine.run:
-            return "a run to join, or enough hosts to begin one"
+            return self._waits_for_hosts()
         head = machine.head()
         late_hosts = [host for host in machine.living() if host not in machine.readies] if head == self.key else [head]
         late_hosts += [host for host in machine.proposal.get("next", []) if host not in (*machine.accepts, self.key)]
         return names_of(late_hosts) if late_hosts else f"more hosts: `min_hosts` is {self._settings.min_hosts}"
+
+    def _waits_for_hosts(self) -> str:
+        """Say which addresses this host asks for a run to join, who answers there, and how many hosts a run needs."""
+        settings = self._settings
+        now = monotonic()
+        texts = []
+        for place, address in enumerate(settings.meet):
+            answer = self._answers.get(place)
+            if place == self._place:
+                texts.append(f"{address} is this host")
+            elif answer is not None and now - answer[2] < settings.silent_s:
+                texts.append(f"{address} is {name_of(answer[0])}")
+            elif place in self._asked and self._asked[place].is_connected:
+                texts.append(f"what listens at {address} is no host of a run")
+            else:
+                texts.append(f"nobody answers at {address}")
+        if self._place is None:
+            ip = address_of(self.key).rpartition(":")[0]
+            texts.append(f"this host ({ip}) has none of these addresses, or another program has the port")
+        num_hosts = 1 + len(self.machine.lobby)
+        return (
+            f"a run to join, or enough hosts to begin one: {num_hosts} of `min_hosts` (={settings.min_hosts}) are "
+            f"here. Of `elastic.meet` {', '.join(texts)}"
+        )
 
     def _act(self) -> None:
         """Do what the machine says."""
@@ -132,12 +164,32 @@ class Host(SocketThread):
             self._refused |= {place} if is_dead else set()
             return
         del self._peers[host]
-        self._is_lost(host, is_dead)
+        self._has_ended(host, is_dead)
 
-    def _is_lost(self, host: str, is_dead: bool) -> None:
-        if is_dead:
-            self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
-            self._act()
+    def _has_ended(self, host: str, is_dead: bool) -> None:
+        """Note that a connection from or to a host has ended; a host that leaves says so on one from it."""
+        if not is_dead:
+            return
+        if self._has_connection_from(host):
+            # Its goodbye may be unread there: sockets end in any order, and each alone keeps the order of its bytes.
+            self._ended_s.setdefault(host, monotonic())
+        else:
+            self._lose_dead(host)
+
+    def _has_connection_from(self, host: str) -> bool:
+        to_host = self._peers.get(host)
+        return any(each.peer == host and each is not to_host for each in self._connections())
+
+    def _lose_dead(self, host: str) -> None:
+        self._ended_s.pop(host, None)
+        self.machine.lose(host, "closed", f"host {name_of(host)} is lost: it closed a connection")
+        self._act()
+
+    def _lose_those_who_sent_no_word(self, now: float) -> None:
+        """Lose the hosts that closed a connection a tick ago: what they had sent by then has been read."""
+        for host, ended_s in list(self._ended_s.items()):
+            if now - ended_s >= self._settings.tick_s:
+                self._lose_dead(host)
 
     # ---- from other hosts, and from ranks of this one ----------------------------------------------------------------
 
@@ -154,13 +206,15 @@ class Host(SocketThread):
             connection.trust(f"rank {local}", partial(self._hear_rank, local), partial(self._has_rank_ended, local))
             connection.send(kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
-            mine, other = self._settings.token, str(message["token"])
+            mine, other = differing_parts(self._settings.token, str(message["token"]))
             why = f"`token` of host {self._settings.host} (={mine}) must be that of this host (={other})"
             log.warning("elastic: refused host %s: its `token` is %s, and not %s", message["key"], other, mine)
-            connection.send(kind="refused", why=f"{why}: devices, `max_hosts` or modules differ")
+            connection.send(
+                kind="refused", why=f"{why}. Start every host with the same code, options, data and libraries"
+            )
         else:
             key = str(message["key"])
-            connection.trust(key, partial(self._hear_host, key, connection), partial(self._is_lost, key))
+            connection.trust(key, partial(self._hear_host, key, connection), partial(self._has_ended, key))
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
         self._seen_s[host], kind = monotonic(), message["kind"]
@@ -195,6 +249,7 @@ class Host(SocketThread):
             return
         if is_late:  # none was heard meanwhile, for no fault of theirs
             self._seen_s = dict.fromkeys(self._seen_s, now)
+        self._lose_those_who_sent_no_word(now)
         self._num_ticks += 1
         is_full_round = self._num_ticks % TICKS_WITHIN_HOST == 0
         if is_full_round or not machine.run:

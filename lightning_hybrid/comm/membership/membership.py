@@ -14,6 +14,9 @@ from lightning_hybrid.comm.membership.connections import TICKS_WITHIN_HOST, Conn
 from lightning_hybrid.comm.membership.host import Host
 from lightning_hybrid.comm.membership.view import IsolatedError, Member, RefusedError, Settings, View, members_of
 
+# Time between two messages of a rank that waits for a view. Our choice: hosts that are there meet within 10 s.
+WAIT_MESSAGE_S = 15.0
+
 
 def end_process(why: str) -> None:
     """End this process at once: its host is lost as a whole."""
@@ -133,10 +136,13 @@ class Membership:
         """The member that is this rank, once `enter` has returned."""
         return members_of([self._part.key], self._settings.ranks_per_host)[self._settings.local]
 
-    def next_view(self, committed: int, *, timeout_s: float) -> View:
+    def next_view(
+        self, committed: int, *, timeout_s: float, on_wait: Callable[[float, str], None] | None = None
+    ) -> View:
         """Wait for the view after the present one, which ended. Every rank of every living host must call it.
 
         `committed`: steps that this rank has; -1: it has not taken the state yet that the former view promised it.
+        `on_wait`: called every `WAIT_MESSAGE_S` with how long this rank has waited, and what for.
 
         Raises:
             TimeoutError: no view in time; says what was waited for.
@@ -147,12 +153,26 @@ class Membership:
             self._is_waiting = True
         self._part.post(self._part.come, committed, *([] if self._settings.local else [self._make_store()]))
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._is_waiting, timeout_s)
+            self._wait_for_view(timeout_s, on_wait)
             if self._error:
                 raise self._error
             if self._is_waiting or self._view is None:
                 raise TimeoutError(f"elastic: no view in {timeout_s:g} s; waited for {self._part.waits_for()}")
             return self._view
+
+    def _wait_for_view(self, timeout_s: float, on_wait: Callable[[float, str], None] | None) -> None:
+        """Wait, with the lock held, until there is a view or an error, or the time is over."""
+        began_s = monotonic()
+        while True:
+            waited_s = monotonic() - began_s
+            next_wait_s = min(WAIT_MESSAGE_S, timeout_s - waited_s)
+            if self._changed.wait_for(lambda: self._error or not self._is_waiting, max(next_wait_s, 0.0)):
+                return
+            waited_s = monotonic() - began_s
+            if waited_s >= timeout_s:
+                return
+            if on_wait is not None:
+                on_wait(waited_s, self._part.waits_for())
 
     def end_view(self, why: str) -> None:
         """End the present view everywhere: this rank cannot be in it. `next_view` does so too, once it is called."""

@@ -119,6 +119,20 @@ def address_of(host: str) -> str:
     return host.rpartition("@")[2].partition("#")[0]
 
 
+def differing_parts(token: str, other: str) -> tuple[str, str]:
+    """Return what differs between two tokens, of parts "name=value" with semicolons; all if they have other parts.
+
+    >>> differing_parts("devices=1; data=64 images", "devices=1; data=48 images")
+    ('data=64 images', 'data=48 images')
+    """
+    parts = token.split("; ")
+    other_parts = other.split("; ")
+    if len(parts) != len(other_parts):
+        return token, other
+    differing = [pair for pair in zip(parts, other_parts, strict=True) if pair[0] != pair[1]]
+    return "; ".join(part for part, _ in differing), "; ".join(part for _, part in differing)
+
+
 def is_arbiter(host: str) -> bool:
     """Return whether the host holds the first address of `meet`."""
     return host.rpartition("#")[2].startswith("0.")

@@ -7,27 +7,29 @@ view ends           every wait in its groups ends; hosts meet again, and who is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from lightning_hybrid.comm import HookState, Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
+from lightning_hybrid.comm.health.consensus import software
 from lightning_hybrid.data.random_streams import seed_streams
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
-from lightning_hybrid.lightning_names import lightning_function
+from lightning_hybrid.lightning_names import lightning_function, lightning_types
 from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, FlatBucket, flat_buckets
 from lightning_hybrid.strategy.elastic.option import Elastic
 from lightning_hybrid.strategy.elastic.step_logs import EpochLogs, StepLogs
-from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views
+from lightning_hybrid.strategy.elastic.views import MOST_VIEWS, Views, hash_of
 
-_WRAPPED = ("barrier", "optimizer_step", "training_step", "reduce", "all_gather")
+_WRAPPED = ("barrier", "optimizer_step", "training_step", "all_gather")
 
 
 class _StepTaken(Exception):  # noqa: N818  no error
@@ -35,6 +37,11 @@ class _StepTaken(Exception):  # noqa: N818  no error
     def __init__(self, outputs: Any) -> None:
         super().__init__()
         self.outputs = outputs
+
+
+class _HostsStop(Exception):  # noqa: N818  no error
+    # Another host ends its fit before this step, and with it all.
+    pass
 
 
 class ElasticFit:
@@ -68,6 +75,8 @@ class ElasticFit:
         self._average: Callable[[HookState, Any], Future[Tensor]]
         self._sums_apart = False  # from DDP's buckets, in the first step of a view
         self._logs: StepLogs | None = None  # while a step is attempted
+        self._optimizers = ""  # in words
+        self._stop_callback: Any = None  # of the trainer, while a fit runs
         for name in _WRAPPED:
             setattr(strategy, name, _wrapped(getattr(strategy, name), getattr(self, f"_{name}")))
 
@@ -100,13 +109,34 @@ class ElasticFit:
             self._views.note(error)
             return buffer
 
-    def deal(self, loader: Any, seed: int, prepare: Callable[[Any], Any]) -> ShardLoader:
-        """Return what gives this rank the shards that it has in each view."""
-        if self._loader is not None:
-            raise ValueError("`elastic` deals the batches of one training loader, and there are several. Give one.")
-        self._loader = ShardLoader(loader, self._num_shards, seed, prepare)
-        self._loader.use(self._shards)  # hosts have met before Lightning asks for loaders
+    def deal(self, loader: Any, reader: Any, prepare: Callable[[Any], Any]) -> ShardLoader:
+        """Return what gives this rank the shards that it has in each view.
+
+        Lightning asks again where it makes loaders again, as after `trainer.estimated_stepping_batches`.
+        """
+        self._loader = ShardLoader(loader, reader, prepare)
+        if self._shards:
+            self._loader.use(self._shards)
         return self._loader
+
+    @property
+    def deals_loaders(self) -> bool:
+        """Whether a loader that is processed now is the one that training reads: later ones are of callbacks."""
+        return self._views is None
+
+    def status(self) -> dict[str, Any]:
+        """Return fields of the strategy's `RunStatus`: numbers of the run, where the trainer has those of a launch."""
+        num_ranks = len(self._comm.topology.node) if self._views is None else self._views.topology.world_size
+        return {"num_shards": self._num_shards, "num_ranks": num_ranks, "gather_over_hosts": self.gather}
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note optimizers as the user made them, before a checkpoint changes their rates: hosts compare them."""
+        self._optimizers = description_of_optimizers(optimizers)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is being attempted."""
+        return self._logs is not None
 
     @property
     def num_hosts(self) -> int:
@@ -119,7 +149,11 @@ class ElasticFit:
 
     def end(self) -> None:
         """Leave the run, and give the strategy its methods back."""
-        views, self._views = self._views, None
+        views = self._views
+        self._views = None
+        if self._stop_callback is not None:
+            self._module.trainer.callbacks.remove(self._stop_callback)
+            self._stop_callback = None
         if views is not None:
             views.leave(self._failures.ended_by)
         for name in _WRAPPED:
@@ -137,19 +171,81 @@ class ElasticFit:
             self._before, self._after_first, self._of_first_rank = (BufferCopy(self._module) for _ in range(3))
             self._epoch_logs = logs = EpochLogs(self._module, is_first=self._comm.topology.local_rank == 0)
             engine, timeout = self._comm.engine, self._timeout
-            self._views = Views(self._option, self._strategy, engine=engine, timeout=timeout, logs=logs)
+            trainer = self._module.trainer
+            trainer.fit_loop.setup_data()  # now, as hosts compare what they read before they train together
+            self._refuse_several_loaders()
+            self._views = Views(
+                self._option,
+                self._strategy,
+                engine=engine,
+                timeout=timeout,
+                logs=logs,
+                token=self._token(parameters),
+            )
+            self._stop_callback = _callback_at_end(trainer, self._stop_with_others)
+            trainer.callbacks.insert(0, self._stop_callback)  # before those that exchange weights at the end
             self._views.enter(self._use)
+            trainer.should_stop = trainer.should_stop or self._views.stops
+            self._strategy._loaders.seed = self._views.seed
+
+    def _stop_with_others(self, *_: Any) -> None:
+        """Have all hosts stop after the same step, where this one stops early. Collective among its ranks.
+
+        Hosts decide on early stopping by what they have logged, or by their own clocks, and may differ. The one that
+        stops first ends the view, and the others learn of it as they enter the next: no step needs a vote.
+        """
+        views = self._views
+        if views is not None and self._module.trainer.should_stop and not views.stops:
+            views.stop(self._use)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks of the present view, None where it ends meanwhile; see `Views.gather`."""
+        return [value] if self._views is None else self._views.gather(value)
+
+    def _refuse_several_loaders(self) -> None:
+        combined = self._module.trainer.fit_loop._combined_loader
+        num_loaders = 0 if combined is None else len(combined.flattened)
+        if num_loaders > 1:
+            raise ValueError(
+                f"`train_dataloaders` (={num_loaders} loaders) must be one loader with `elastic`, which deals its "
+                "batches to the hosts that there are. Give one, such as a loader over a `ConcatDataset`."
+            )
+
+    def _token(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Return what must be equal on all hosts: one with another token is refused before it can end others' sums."""
+        trainer = self._module.trainer
+        shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+        data = "none" if self._loader is None else self._loader.description()
+        parts = {
+            "devices": len(self._comm.topology.node),
+            "max_hosts": self._option.max_hosts,
+            "software": software(),
+            "plan": self._comm.plan.to_json(),
+            "trained parameters": f"{len(shapes)} of hash {hash_of(shapes)}",
+            "data": data,
+            "optimizer": self._optimizers,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+        }
+        return "; ".join(f"{name}={value}" for name, value in parts.items())
 
     def _optimizer_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         if (views := self._views) is None:
             return step(optimizer, closure, *args, **kwargs)
+        is_taken = False
         try:
             outputs = step(optimizer, partial(self._whole_sum, views, closure), *args, **kwargs)
         except _StepTaken as taken:
             outputs = taken.outputs
-        views.committed += 1
+            is_taken = True
+        except _HostsStop:
+            self._module.trainer.should_stop = True
+            raise StopIteration from None  # with which Lightning's loop ends an epoch before a batch
+        if views.stops:  # with the step that this rank has taken
+            self._module.trainer.should_stop = True
+        views.commit(is_taken=is_taken)
         self._epoch_logs.commit()
         self._comm.held_loggers.after_step()
         return outputs
@@ -162,12 +258,9 @@ class ElasticFit:
         if (output := step(batch, *args)) is None:  # without a backward the others would wait for this rank
             raise RuntimeError(
                 "`training_step` (returned None) must return a loss with `elastic`: every rank adds its part to a sum. "
-                "Return a loss of zero that depends on the parameters, or leave `strategy.elastic` out."
+                "Return a loss of zero that depends on the parameters, or leave `elastic` out."
             )
         return output
-
-    def _reduce(self, reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor if self._logs is not None else reduce(tensor, *args, **kwargs)  # added up at the step's end
 
     def _all_gather(self, all_gather: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self._logs is not None:
@@ -185,6 +278,7 @@ class ElasticFit:
         if (feedback := self._comm.hook_state.feedback) is not None:
             feedback.load(None)  # also what an attempt that failed has left
         self._shards = shards_of(topology.rank, topology.world_size, self._num_shards)
+        self._strategy._loaders.rank = self._shards[0]  # whose order a checkpoint has the checksum of
         if self._loader is not None:
             self._loader.use(self._shards)
 
@@ -203,6 +297,8 @@ class ElasticFit:
                 logs.restore()
                 if views.change(self._use):
                     raise _StepTaken(outputs)
+                if views.stops:
+                    raise _HostsStop
         finally:
             self._logs = None
         raise RuntimeError(f"elastic: step {views.committed} failed in {MOST_VIEWS} views: {views.ended}")
@@ -271,6 +367,7 @@ class ElasticFit:
         groups: Any = views.groups
         if groups.world is not None:  # as under `ddp`, those of rank zero
             self._of_first_rank.share(groups.broadcast, is_source=views.topology.rank == 0)
+        self._epoch_logs.warn_of(logs.not_added_up())
         logs.share(groups.add_up, num_shards=self._num_shards, is_first_of_host=views.topology.local_rank == 0)
         self._comm.engine.wait()
         self._sums_apart = False
@@ -302,6 +399,39 @@ class ElasticFit:
 def _wrapped(method: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
     # A function: Lightning copies what it keeps of `reduce`, and with a `partial` all that it refers to.
     return lambda *args, **kwargs: by(method, *args, **kwargs)
+
+
+def _callback_at_end(trainer: Any, on_train_end: Callable[..., None]) -> Any:
+    """Return a callback of the trainer's Lightning that runs this function at the end of training."""
+    trainer_types = lightning_types("pytorch.Trainer")
+    callback_types = lightning_types("pytorch.callbacks.LambdaCallback")
+    for trainer_type, callback_type in zip(trainer_types, callback_types, strict=True):
+        if isinstance(trainer, trainer_type):
+            return callback_type(on_train_end=on_train_end)
+    raise TypeError(f"`trainer` (={type(trainer).__name__}) must be a Trainer of Lightning's.")
+
+
+def description_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
+    """Return classes, learning rates and a hash of the other options of optimizers, in words."""
+    texts = []
+    for optimizer in optimizers:
+        options = []
+        for group in optimizer.param_groups:
+            options.append({name: _in_words(value) for name, value in group.items() if name != "params"})
+        rates = sorted({f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group})
+        texts.append(f"{type(optimizer).__name__}(lr={' and '.join(rates)}, options {hash_of(options)})")
+    return ", ".join(texts)
+
+
+def _in_words(value: Any) -> str:
+    """Return what an option is on every host: objects are named by their types, as their texts hold addresses."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return str([_in_words(entry) for entry in value])
+    return type(value).__name__
 
 
 def _done(value: Tensor) -> Future[Tensor]:

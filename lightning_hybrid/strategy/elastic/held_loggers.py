@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 from collections import deque
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_hybrid.lightning_names import lightning_types
 
 # What a logger has of rows and has not written yet ends with its host: TensorBoard writes each 120 s, W&B each 15 s.
 KEEP_S = 120.0
@@ -30,7 +35,10 @@ class HeldLoggers:
         self._strategy, self._loggers = strategy, list(strategy.lightning_module.trainer.loggers)
         self._settings: list[Callable[[], None]] = []
         self._rows: deque[tuple[float, Callable[[], None]]] = deque()
-        self._has_met = self._is_first = self._is_due = False
+        self._has_met = False
+        self._is_first = False
+        self._is_due = False
+        self._was_another_first = False  # whose rows stand in files that the loggers of this rank open
         for one in self._loggers:
             for name in _CALLS:
                 setattr(one, name, partial(self._hold, name, getattr(one, name)))
@@ -60,6 +68,7 @@ class HeldLoggers:
     def meet(self, *, is_first: bool) -> None:
         """Note that this rank is in a view; `is_first`: as the one that writes."""
         self._is_due |= is_first and not self._is_first
+        self._was_another_first |= not is_first
         self._is_first = is_first
         if not self._has_met:
             self._has_met = True
@@ -69,6 +78,9 @@ class HeldLoggers:
         """Write what is due, which opens loggers: others wait for that, and no longer for a step."""
         if self._is_due:
             self._is_due = False
+            if self._was_another_first:
+                for logger in self._loggers:
+                    keep_rows_of_csv(logger)
             for call in (*self._settings, *(row for _, row in self._rows)):
                 call()
         while self._rows and self._rows[0][0] < monotonic() - KEEP_S:
@@ -81,3 +93,18 @@ class HeldLoggers:
         for one in self._loggers:
             for name in _CALLS:
                 vars(one).pop(name, None)
+
+
+def keep_rows_of_csv(logger: Any) -> None:
+    """Open Lightning's `CSVLogger` with the rows that another host has written: it would delete its file."""
+    if not isinstance(logger, lightning_types("pytorch.loggers.CSVLogger")):
+        return
+    path = Path(logger.log_dir) / "metrics.csv"
+    if "://" in str(logger.log_dir) or not path.is_file():
+        return
+    kept = path.with_name(f"metrics.{uuid4().hex[:8]}.csv")
+    path.rename(kept)
+    writer = logger.experiment
+    with kept.open(newline="") as file:
+        writer.metrics_keys = list(csv.DictReader(file).fieldnames or [])  # the header to which rows are added
+    kept.rename(path)

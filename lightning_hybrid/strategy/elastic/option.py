@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.checks import require_number, require_whole
 from lightning_hybrid.strategy.options import OptionValue
@@ -33,17 +38,13 @@ class Elastic(OptionValue):
 
     def __post_init__(self) -> None:
         """Check each."""
-        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Set strategy.elastic.max_hosts=2")
+        require_whole("elastic.max_hosts", self.max_hosts, "it counts hosts. Write max_hosts=2")
         why = f"it counts hosts, of which there are at most {self.max_hosts}. Leave it out for 1"
         require_whole("elastic.min_hosts", self.min_hosts, why)
         if self.min_hosts > self.max_hosts:
             raise ValueError(f"`elastic.min_hosts` (={self.min_hosts}) must be at most `elastic.max_hosts`: {why}.")
         require_number("elastic.silent_s", self.silent_s, "it counts seconds. Leave it out for 2", above=True)
-        if not self.meeting_points or any(not _is_address(one) for one in self.meeting_points):
-            raise ValueError(
-                f"`elastic.meet` (={self.meet!r}) must be addresses with ports, the same on all hosts: each host tries "
-                'to listen at the first that is its own. Set strategy.elastic.meet="10.0.0.1:29400,10.0.0.2:29400".'
-            )
+        refuse_meeting_points(self.meet)
 
     @property
     def meeting_points(self) -> tuple[str, ...]:
@@ -52,6 +53,70 @@ class Elastic(OptionValue):
         return tuple(one.strip() for one in several if one.strip())
 
 
-def _is_address(text: str) -> bool:
+def refuse_meeting_points(meet: Any) -> None:
+    """Check that `meet` holds addresses with ports.
+
+    Raises:
+        ValueError: Names the entry that is none.
+    """
+    several = meet.split(",") if isinstance(meet, str) else meet
+    if not isinstance(several, list | tuple) or not several:
+        raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {_CURE}")
+    for entry in several:
+        if not isinstance(entry, str):
+            raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {entry!r:.60} is no text. {_CURE}")
+        reason = _why_no_address(entry.strip())
+        if reason:
+            raise ValueError(f"`elastic.meet` (={meet!r:.120}) {_RULE} {entry!r:.60} {reason}. {_CURE}")
+
+
+_RULE = "must be addresses with ports, the same on all hosts, of which each host listens at the first that is its own."
+_CURE = 'Set strategy.elastic.meet="10.0.0.1:29400,10.0.0.2:29400".'
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def _why_no_address(text: str) -> str:
+    """Return why a text is no address with a port; empty if it is one."""
+    if "://" in text:
+        return f"begins with {text.partition('://')[0]}://, and must be without"
+    if any(character.isspace() for character in text):
+        return "has blanks, and several addresses are separated by commas"
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+    if not host:
+        return "has no port"
+    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+        return "has no port from 1 to 65535 after its last colon"
+    if ":" in host:
+        return "is of IPv6, and hosts find each other over IPv4"
+    if not _NAME.fullmatch(host):
+        return "has a name that no host can have"
+    return ""
+
+
+def resolved(meeting_points: Sequence[str]) -> list[str]:
+    """Return the addresses as numbers. Host names are looked up.
+
+    Raises:
+        ValueError: A name has no address.
+    """
+    addresses = []
+    for entry in meeting_points:
+        host, _, port = entry.rpartition(":")
+        try:
+            addresses.append(f"{socket.gethostbyname(host)}:{port}")
+        except OSError as error:
+            raise ValueError(
+                f"`elastic.meet` (={','.join(meeting_points)}) must be names that this host can look up, or numbers: "
+                f"{host!r} has no IPv4 address here ({error}). Write the host's address as a number."
+            ) from error
+    return addresses
+
+
+def warn_of_loopback(option: Elastic, addresses: Sequence[str]) -> None:
+    """Warn if hosts on other machines could not meet this one."""
+    if option.max_hosts > 1 and all(address.startswith("127.") for address in addresses):
+        rank_zero_warn(
+            f"`elastic.meet` (={','.join(option.meeting_points)}) has addresses of this machine alone: a host on "
+            "another machine would train by itself. Give addresses by which other machines reach this one, unless all "
+            f"{option.max_hosts} hosts are on this machine."
+        )

@@ -10,24 +10,49 @@ Sums are kept by the first rank of each host, and zeros by its others: Lightning
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
 _SUMS = ("value", "cumulated_batch_size")
-SummedMetric = tuple[Any, list[str]]  # and which of its states are added up over ranks
+
+
+class StepMetric(NamedTuple):
+    """A torchmetric of the module, with the names of its states that are sums over ranks, and of all others."""
+
+    name: str
+    metric: Any
+    sums: list[str]
+    others: list[str]
+
+
+def metrics_of(module: Any) -> list[StepMetric]:
+    """Return the torchmetrics of a module."""
+    metrics = []
+    for name, metric in module.named_modules():
+        if not isinstance(metric, Metric):
+            continue
+        sums = []
+        others = []
+        for state, reduction in metric._reductions.items():
+            if reduction is dim_zero_sum:
+                sums.append(state)
+            else:
+                others.append(state)
+        metrics.append(StepMetric(name, metric, sums, others))
+    return metrics
 
 
 class EpochLogs:
     """What an epoch has collected so far, which hosts that are behind take; `is_first`: of its host, with the sums."""
 
     def __init__(self, module: Any, *, is_first: bool) -> None:
-        metrics: list[Any] = [one for one in module.modules() if isinstance(one, Metric)]
-        sums = [[name for name, how in one._reductions.items() if how is dim_zero_sum] for one in metrics]
-        self._metrics: list[SummedMetric] = list(zip(metrics, sums, strict=True))
+        self._metrics = metrics_of(module)
+        self._warned_of: set[str] = set()  # metrics that hosts do not add up
         self._trainer, self._is_first = module.trainer, is_first
         self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
         self._at_end: list[dict[str, Any]] = []  # of the epoch before, until a step of the next is made
@@ -36,6 +61,18 @@ class EpochLogs:
         """Return the logs of a step that begins."""
         epoch, unseen = self._unseen
         return StepLogs(self._trainer._results, self._metrics, unseen if epoch == self._trainer.current_epoch else {})
+
+    def warn_of(self, names: Sequence[str]) -> None:
+        """Warn, once for each, of metrics of a step with states that are no sums."""
+        for name in names:
+            if name not in self._warned_of:
+                self._warned_of.add(name)
+                rank_zero_warn(
+                    f"`{name}` (={type(self._trainer.lightning_module.get_submodule(name)).__name__}) counts the first "
+                    "shard of each rank alone with `elastic`: its states are no sums, such as lists of predictions, "
+                    "and are not added up over shards and hosts. Its value is each host's own. Compute it in "
+                    "validation, which each host runs over the whole set, or take a metric whose states are sums."
+                )
 
     def commit(self) -> None:
         """Note that a step is made. What an epoch has collected goes with its end, and a host may be behind by then."""
@@ -51,7 +88,10 @@ class EpochLogs:
             | {"has_reset": one.has_reset}
             for key, one in self._trainer._results.items()
         }
-        states = [({name: getattr(one, name) for name in sums}, one._update_count) for one, sums in self._metrics]
+        states = []
+        for part in self._metrics:
+            values_of_part = {name: getattr(part.metric, name) for name in part.sums}
+            states.append((values_of_part, part.metric._update_count))
         return {"epoch": self._trainer.current_epoch, "values": values, "metrics": states}
 
     def take(self, several: Sequence[dict[str, Any]]) -> None:
@@ -63,12 +103,17 @@ class EpochLogs:
                 values = {
                     name: values[name] for name in ("_forward_cache", "has_reset") if _is_shared(one) and name in values
                 }
-            vars(one).update(values)
+            value = vars(one).get("value")
+            # Lightning moves values, and leaves `device` of what it logs as it was.
+            device = value.device if isinstance(value, Tensor) else one.device
+            vars(one).update(_on_device(values, device))
         if not self._is_first:
             return
         self._unseen = found["epoch"], found["values"]
-        for (metric, _), (states, count) in zip(self._metrics, found["metrics"], strict=True):
-            metric.__dict__.update(states, _update_count=count, _computed=None)
+        for part, (states, count) in zip(self._metrics, found["metrics"], strict=True):
+            metric = part.metric
+            # They come by way of the CPU, and the metric adds what its device has.
+            metric.__dict__.update(_on_device(states, metric.device), _update_count=count, _computed=None)
 
 
 class StepLogs:
@@ -79,14 +124,15 @@ class StepLogs:
     """
 
     def __init__(
-        self, results: dict[str, Any], metrics: Sequence[SummedMetric], unseen: Mapping[str, dict[str, Tensor]]
+        self, results: dict[str, Any], metrics: Sequence[StepMetric], unseen: Mapping[str, dict[str, Tensor]]
     ) -> None:
         self._results, self._metrics = results, metrics
         self._unseen = {key: values for key, values in unseen.items() if key not in results}
         self._before = {key: dict(vars(one)) for key, one in results.items()}
-        self._states = [
-            ({name: _copy(getattr(one, name)) for name in one._defaults}, one._update_count) for one, _ in metrics
-        ]
+        self._states: list[tuple[dict[str, Any], int]] = []
+        for part in metrics:
+            states = {name: _copy(getattr(part.metric, name)) for name in part.metric._defaults}
+            self._states.append((states, part.metric._update_count))
         self._first: dict[str, dict[str, Any]] = {}
         self._of_shards: dict[str, list[Tensor]] = {}  # what is logged of the step, not of the epoch
 
@@ -97,7 +143,8 @@ class StepLogs:
                 del self._results[key]
             else:
                 vars(self._results[key]).update(self._before[key])
-        for (metric, _), (state, count) in zip(self._metrics, self._states, strict=True):
+        for part, (state, count) in zip(self._metrics, self._states, strict=True):
+            metric = part.metric
             for name, value in state.items():
                 setattr(metric, name, _copy(value))
             metric._update_count = count
@@ -113,6 +160,14 @@ class StepLogs:
                 vars(one).update(self._first[key])
             else:
                 self._first[key] = dict(vars(one))
+
+    def not_added_up(self) -> list[str]:
+        """Return the names of metrics that the step has moved, and that have states which are no sums."""
+        names = []
+        for part, (_, count) in zip(self._metrics, self._states, strict=True):
+            if part.others and part.metric._update_count != count:
+                names.append(part.name)
+        return names
 
     def share(self, add_up: Callable[[Tensor], None], *, num_shards: int, is_first_of_host: bool) -> None:
         """Add up over all ranks of a view by `add_up`, in place. Collective where something is logged or counted so."""
@@ -133,8 +188,10 @@ class StepLogs:
                 if (now := getattr(one, name, None)) is not None:
                     before = self._before.get(key, {}).get(name, torch.zeros_like(now))
                     added.append((one, name, before + unseen.get(name, 0), now - before, 1))
-        for (metric, names), (state, _) in zip(self._metrics, self._states, strict=True):
-            added += [(metric, name, state[name], getattr(metric, name) - state[name], 1) for name in names]
+        for part, (state, _) in zip(self._metrics, self._states, strict=True):
+            for name in part.sums:
+                change = getattr(part.metric, name) - state[name]
+                added.append((part.metric, name, state[name], change, 1))
         if not added:
             return
         flat = torch.cat([change.double().flatten() for *_, change, _ in added])
@@ -152,6 +209,13 @@ def _is_shared(one: Any) -> bool:
 
 def _is_sum(one: Any) -> bool:
     return bool(one.is_tensor and (one.meta.is_mean_reduction or one.meta.is_sum_reduction))
+
+
+def _on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    moved = {}
+    for name, value in values.items():
+        moved[name] = value.to(device) if isinstance(value, Tensor) else value
+    return moved
 
 
 def _copy(state: Any) -> Any:

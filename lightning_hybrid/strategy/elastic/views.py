@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import socket
 import threading
 import uuid
@@ -19,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.comm.engine.view_engine import ViewEngine
 from lightning_hybrid.comm.engine.view_groups import STORE_LIMIT, ViewGroups
-from lightning_hybrid.comm.health.consensus import OrderError, software
+from lightning_hybrid.comm.health.consensus import OrderError
 from lightning_hybrid.comm.health.replica_difference import ReplicaDriftError, first_difference, names_that_differ
 from lightning_hybrid.comm.health.tensor_hash import Fingerprint
 from lightning_hybrid.comm.health.watchdog import comes_from_others
@@ -28,8 +29,10 @@ from lightning_hybrid.comm.membership.view import View
 from lightning_hybrid.precision.skipped_steps import SkipFlag
 from lightning_hybrid.run_status import tensors_of_replica
 from lightning_hybrid.strategy.elastic.host_vote import HostVote
-from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.strategy.elastic.option import Elastic, resolved, warn_of_loopback
 from lightning_hybrid.strategy.elastic.step_logs import EpochLogs
+
+log = logging.getLogger(__name__)
 
 # Views in a row in which a step fails although no host is lost: then the cause is another.
 MOST_VIEWS = 20
@@ -44,34 +47,48 @@ class Views:
         engine: sums over the present view.
         timeout: of every wait for others.
         logs: of the epoch, which a host that is behind takes, too.
+        token: what must be equal on all hosts.
 
     Attributes:
         ended: why the present view has ended; empty while it has not. `may_cut`: whether sums are then ended at once.
         committed: optimizer steps that this rank has.
+        wants_stop: whether this host ends its fit early, as `trainer.should_stop` says.
+        stops: whether a host of the present view does, so that all end their fits after the same step.
     """
 
     def __init__(
-        self, option: Elastic, strategy: Any, *, engine: ViewEngine, timeout: timedelta, logs: EpochLogs
+        self,
+        option: Elastic,
+        strategy: Any,
+        *,
+        engine: ViewEngine,
+        timeout: timedelta,
+        logs: EpochLogs,
+        token: str,
     ) -> None:
         self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
         self.topology, self.seed = engine.topology, torch.initial_seed()
         self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
+        self.wants_stop = False
+        self.stops = False
+        self._has_made_step = False  # in the present view, and not taken from others
+        self._hosts_before: tuple[str, ...] = ()
         self.groups: ViewGroups | None = None
         self._left = -1  # number of the latest view that this rank has left
         self._has_state = True  # of the step `committed`
         self._lock = threading.Lock()
-        parameters = [(tuple(one.shape), str(one.dtype)) for one in strategy.model.parameters()]
         ranks = len(self.topology.node)
+        addresses = resolved(option.meeting_points)
+        warn_of_loopback(option, addresses)
         self._membership = Membership(
             host=_host_id(),
             local=self.topology.local_rank,
             ranks_per_host=ranks,
-            meet=option.meeting_points,
+            meet=addresses,
             min_hosts=option.min_hosts,
             max_hosts=option.max_hosts,
-            # A host with another one is refused before it can end the others' sums.
-            token=f"{ranks} x {option.max_hosts}; {software()}; {engine.plan.to_json()}; {hash_of(parameters)}",
+            token=token,
             silent_s=option.silent_s,
             on_change=self._on_change,
             make_store=self._open_store,
@@ -94,7 +111,12 @@ class Views:
             with self._lock:
                 self._left = self.groups.number if self.groups else -1
                 self.ended, self.cause, self.may_cut = "", None, True
-            view = next_view(self.committed if self._has_state else -1, timeout_s=self._timeout.total_seconds())
+            self._has_made_step = False
+            view = next_view(
+                self.committed if self._has_state else -1,
+                timeout_s=self._timeout.total_seconds(),
+                on_wait=self._say_what_is_waited_for,
+            )
             next_view = self._membership.next_view
             has_taken = False
             try:
@@ -105,12 +127,69 @@ class Views:
             except RuntimeError as error:
                 self.note(error)
             if self.agrees(not self.ended, "another rank of this host could not enter the view"):
+                self._say_who_ended(view)
                 return has_taken and is_in_step
             self.close()
         raise RuntimeError(
             f"elastic: {MOST_VIEWS} times in a row the hosts could not sum step {self.committed} although none was "
             f"lost: {self.ended}"
         ) from self.cause
+
+    def commit(self, *, is_taken: bool) -> None:
+        """Count a step, which this rank has made, or taken from others."""
+        self.committed += 1
+        self._has_made_step = not is_taken
+
+    def stop(self, on_view: Callable[[Topology], None]) -> None:
+        """Have all hosts end their fits after the step that this host has made last. Collective among its ranks."""
+        self.wants_stop = True
+        self.change(on_view)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks of the view, None where it ends meanwhile.
+
+        For comparisons after a step, from which nothing follows: of two ranks one may get values, and the other None.
+        Collective among all ranks of the view, after the same step. It is not done after a step that this rank has
+        taken from others, which have compared in the former view.
+        """
+        if not self._has_made_step:
+            return None
+        if self.groups is None or self.groups.world is None:
+            return [value]
+        if not self.begin():
+            return None
+        values: list[Any] = [None] * self.topology.world_size
+        try:
+            self.groups.run(partial(dist.all_gather_object, values, value, group=self.groups.world))
+        except RuntimeError as error:
+            self.note(error)
+            return None
+        finally:
+            self.hold()
+        return values
+
+    def _say_what_is_waited_for(self, waited_s: float, what: str) -> None:
+        if self.topology.local_rank == 0:
+            # On each host, as the one that waits for others may not be the one that writes.
+            log.warning("elastic: has waited for %.0f s: %s", waited_s, what)
+
+    def _say_who_ended(self, view: View) -> None:
+        """Warn of hosts that have ended their fits as planned while others go on: they stop by other rules."""
+        before = self._hosts_before
+        self._hosts_before = view.hosts
+        ended = []
+        for host in before:
+            is_named = any(host in reason for reason in view.reasons)  # lost, silent or isolated
+            if host not in view.hosts and not is_named:
+                ended.append(host)
+        if ended and not self.stops and self.topology.local_rank == 0:
+            log.warning(
+                "elastic: hosts %s have ended their fits after step %d, and this host goes on with %d in all. Give "
+                "every host the same `max_steps`, `max_epochs`, `max_time` and callbacks.",
+                ", ".join(ended),
+                view.target,
+                len(view.hosts),
+            )
 
     def _enter(self, view: View) -> None:
         rank, world_size = view.rank_of(self._membership.me.id), len(view.members)
@@ -224,6 +303,7 @@ class Views:
         if me.host == source.host and me.id not in behind:
             # By all ranks of the host: with `shard_update` each has a part.
             checkpoint = self._strategy.lightning_module.trainer._checkpoint_connector.dump_checkpoint()
+            self._strategy._loaders.save(checkpoint, is_alone=True)
             if me.id == source.id:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
@@ -247,6 +327,7 @@ class Views:
         connector._loaded_checkpoint = checkpoint
         try:
             if with_place:
+                strategy._loaders.load(checkpoint)
                 connector.restore_datamodule()
                 connector.restore_model()
                 connector.restore_callbacks()
@@ -271,10 +352,15 @@ class Views:
     def _compare_replicas(self, view: View) -> None:
         assert self.groups is not None
         trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(self._engine.device)
-        values: list[dict[str, int]] = [{} for _ in view.members]
         own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
+        gathered: list[Any] = [(own, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:
-            self.groups.run(partial(dist.all_gather_object, values, own, group=self.groups.world))
+            # A rank that stops early says it here: no step needs a vote of its own.
+            self.groups.run(partial(dist.all_gather_object, gathered, gathered[0], group=self.groups.world))
+        values: list[dict[str, int]] = []
+        for values_of_rank, wants_stop in gathered:
+            values.append(values_of_rank)
+            self.stops = self.stops or wants_stop
         if not names_that_differ(values):
             return
         raise ReplicaDriftError(

@@ -37,7 +37,7 @@ class TrainingLoaders:
         self.rank = 0
         self.world_size = 1
         self.seed = 0
-        self._is_on = exact_resume
+        self.is_on = exact_resume
         self._trainer: Any = None
         # Of the checkpoint, with None for loaders that keep their state by themselves.
         self._states: list[dict[str, Any] | None] | None = None
@@ -106,15 +106,16 @@ class TrainingLoaders:
         # Lightning looks for a DataLoader, which the prefetcher hides.
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         moves_batches = user_moves_batches(module)
-        if elastic is not None and is_of_fit:
+        if elastic is not None and is_of_fit and elastic.deals_loaders:
+            uncount_cut_epoch(trainer)
 
             def prepare(shard: Any) -> Any:
                 return shard if moves_batches else prefetch(shard, device, compute_dtype)
 
-            return elastic.deal(loader, self.seed, prepare)
+            return elastic.deal(loader, self, prepare)
 
         is_training = IteratorsOfTraining(trainer) if is_of_fit else None
-        if self._is_on and is_of_fit and can_be_exact(loader):
+        if self.is_on and is_of_fit and can_be_exact(loader):
             uncount_cut_epoch(trainer)
             loader = exact(loader, self)
         # Users who move batches by hooks of their own receive the host's.
@@ -252,7 +253,7 @@ class TrainingLoaders:
 
         trainer = self._trainer
         fit = trainer.fit_loop
-        if self._is_on:
+        if self.is_on:
             self._refuse_replaced_loaders()
         self._has_started = True
         self._processed = []
@@ -272,7 +273,7 @@ class TrainingLoaders:
             self._warn()
         elif self._has_loader_of_data:
             goes_on_in_epoch(trainer)
-        if self._is_on:
+        if self.is_on:
             warn_of_skipped_epoch_start(trainer)
 
     def _refuse_replaced_loaders(self) -> None:
@@ -319,7 +320,7 @@ class TrainingLoaders:
 
     def save(self, checkpoint: dict[str, Any], *, is_alone: bool) -> None:
         """Move the states of all ranks to an entry of our own. Collective, unless this rank is alone."""
-        if not self._is_on or self._trainer is None or "loops" not in checkpoint:
+        if not self.is_on or self._trainer is None or "loops" not in checkpoint:
             return
         loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = loop.pop("combined_loader", [])
@@ -333,7 +334,7 @@ class TrainingLoaders:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Take the states of a checkpoint; Lightning counts them where it restores those of others itself."""
-        self._states = checkpoint.get(_KEY) if self._is_on else None
+        self._states = checkpoint.get(_KEY) if self.is_on else None
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if self._states and "combined_loader" in loop:
             others = iter(loop["combined_loader"])

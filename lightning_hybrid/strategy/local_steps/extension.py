@@ -42,7 +42,7 @@ def local_steps_for(fit: FitContext, steps: LocalSteps) -> LocalStepsExtension |
         return LocalStepsExtension(fit, steps)
     rank_zero_warn(
         f"`between_nodes` (={steps!r}) has nothing to do: all ranks share one node, and each step averages their "
-        "gradients. Leave it out, or say by `strategy.ranks_per_node` what a node is."
+        "gradients. Leave it out, or say by `ranks_per_node` what a node is."
     )
     return None
 

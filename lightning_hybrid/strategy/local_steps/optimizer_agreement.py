@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.precision.optimizer_protocol import optimizers_within, parameters_of
 from lightning_hybrid.precision.skipped_steps import OptimizerStepState
-from lightning_hybrid.strategy.local_steps.node_average import NodeAverage
+from lightning_hybrid.strategy.local_steps.independent_nodes import NodeAverage
 
 # Optimizer, parameter and name of a tensor of state, its shape and dtype, and the kind of device that it is on.
 _Entry = tuple[int, int, str, tuple[int, ...], torch.dtype, str]

@@ -18,6 +18,7 @@ from lightning_hybrid.run_status import has_grad_scaler
 from lightning_hybrid.strategy.arguments import refuse_what_is_not_averaged
 from lightning_hybrid.strategy.compatibility import in_nodes, in_optimizers, refuse_excluded
 from lightning_hybrid.strategy.extension import FitContext, FitExtension, RunningFit
+from lightning_hybrid.strategy.node_slices.first_step import FirstStep
 from lightning_hybrid.strategy.node_slices.layer_plans import requested_layers
 from lightning_hybrid.strategy.node_slices.refusals import pruned_layers, refuse_layers
 from lightning_hybrid.strategy.node_slices.sliced_fit import SlicedFit
@@ -33,9 +34,8 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
     refuse_excluded({**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
-            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out (in recipes "
-            "`model.slice_fc`), or run several ranks on each node (`strategy.ranks_per_node` says which ranks "
-            "share one)."
+            f"`node_slices` (={layers!r:.90}) cuts nothing: every node has one rank. Leave it out, or run "
+            "several ranks on each node (`ranks_per_node` says which ranks share one)."
         )
         return None
     refuse_layers(module, layers, num_slices=len(topology.node), pruned=pruned_layers(fit.trainer.callbacks))
@@ -53,6 +53,7 @@ class NodeSlicesExtension(FitExtension):
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
         self._layers, self._is_adasum = layers, is_adasum
         self._slices: SlicedFit | None = None  # from the cut to the end
+        self._is_compared = False  # with whole layers, in the first step
 
     @property
     def _cut(self) -> SlicedFit:
@@ -89,6 +90,18 @@ class NodeSlicesExtension(FitExtension):
         _connect_stages(fit, slices.largest)
         clip = partial(clip_by_norm_over_ranks, device=fit.device, slices=slices, slice_group=slices.node)
         fit.precision.clip_grad_by_norm = clip
+
+    def before_training_step(self, fit: RunningFit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the first step with that of whole layers. Collective then.
+
+        Raises:
+            ValueError: code between two layers, or one that reads a weight, computes something else on slices.
+        """
+        is_first_step = not self._is_compared
+        self._is_compared = True
+        # A pipeline compares the loss of its stages with that of the whole network.
+        if is_first_step and not isinstance(fit.topology, ReplicaSets):
+            FirstStep(fit, self._cut, args, kwargs).compare()
 
     def step(self, fit: RunningFit, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """Step, unless a slice was unfrozen: DDP ignores all."""

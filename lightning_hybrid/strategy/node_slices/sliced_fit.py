@@ -93,6 +93,7 @@ class SlicedFit:
         is_synced: bool,
     ) -> None:
         self.topology, self.names = topology, [name for some in layers for name in some]
+        self.groups: Sequence[tuple[str, ...]] = layers
         if not is_synced:
             wholes = (p.detach() for name in self.names for p in module.get_submodule(name).parameters())
             broadcast_first_(list({id(one): one for one in wholes}.values()))
@@ -116,6 +117,14 @@ class SlicedFit:
         fits = private_store("lightning_hybrid/slices").add(str(topology.rank), 1)
         self._store = private_store(f"lightning_hybrid/slices/{fits}")
         self._ranks.meet = self._meet
+
+    @property
+    def num_whole_bytes(self) -> int:
+        """The bytes of all layers that are cut, whole."""
+        num_bytes = 0
+        for key, parameter in self._parameters.items():
+            num_bytes += self._slices[key].shape.numel() * parameter.element_size()
+        return num_bytes
 
     def __contains__(self, key: object) -> bool:
         """Return whether the parameter of this `id` is cut."""

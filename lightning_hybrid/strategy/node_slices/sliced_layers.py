@@ -206,7 +206,9 @@ class Entrance:
 
     def __init__(self, ranks: NodeRanks) -> None:
         self.ranks = ranks
+        # The generator, and its state outside and at the beginning of the pair. Inside of the pair only.
         self._outside: tuple[torch.Generator, Tensor] | None = None
+        self._seeded_state: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather the arguments of `module`, before its `forward`."""
@@ -233,16 +235,30 @@ class Entrance:
             return found[id(own)]
 
         values = tree_map_only(Tensor, of_node, values)
+        self.enter(device)
+        return values
+
+    def enter(self, device: torch.device) -> None:
+        """Seed the random numbers of this rank inside of the pair."""
         on_cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
         seed = int(torch.randint(2**31, ()))
         self._outside = generator, generator.get_state()
         generator.manual_seed(seed + self.ranks.rank)
-        return values
+        self._seeded_state = generator.get_state()
+
+    def has_drawn(self) -> bool:
+        """Return whether code inside of the pair has drawn random numbers."""
+        if self._outside is None or self._seeded_state is None:
+            return False
+        generator, _ = self._outside
+        return not torch.equal(generator.get_state(), self._seeded_state)
 
     def leave(self) -> None:
         """Go on with the random numbers from before."""
-        outside, self._outside = self._outside, None
+        outside = self._outside
+        self._outside = None
+        self._seeded_state = None
         if outside is not None:
             generator, state = outside
             generator.set_state(state)

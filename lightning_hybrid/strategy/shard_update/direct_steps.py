@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,19 +18,19 @@ class DirectSteps:
     With half precision the precision plugin's own hooks enter it.
 
     Args:
-        optimizers: those whose steps are meant.
+        is_concerned: returns whether an optimizer's steps need the context.
         update_context: returns the context for the step of an optimizer.
         is_ignored: returns whether the context is entered already, by Lightning's step.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
+        is_concerned: Callable[[Optimizer], bool],
         update_context: Callable[[Optimizer], AbstractContextManager[None]],
         *,
         is_ignored: Callable[[], bool],
     ) -> None:
-        self._optimizers = list(optimizers)
+        self._is_concerned = is_concerned
         self._update_context = update_context
         self._is_ignored = is_ignored
         self._entered: AbstractContextManager[None] | None = None
@@ -40,7 +40,7 @@ class DirectSteps:
         ]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_ignored() or not any(optimizer is known for known in self._optimizers):
+        if self._is_ignored() or not self._is_concerned(optimizer):
             return
         if closure_in(args, kwargs) is not None:
             raise RuntimeError(

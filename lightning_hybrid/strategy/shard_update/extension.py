@@ -31,9 +31,9 @@ def shard_update_for(fit: FitContext, scope: Scope) -> ShardUpdateExtension | No
     if len(fit.topology.sharers(scope)) > 1:
         return ShardUpdateExtension(scope)
     rank_zero_warn(
-        f"`shard_update` (={scope!r}) shares nothing: every {scope} has one rank. Leave `strategy.shard_update` "
-        "out, or run several ranks on each node (`strategy.ranks_per_node` says which ranks share one), or, where "
-        'there are several nodes, set `strategy.shard_update` to "world".'
+        f"`shard_update` (={scope!r}) shares nothing: every {scope} has one rank. Leave `shard_update` "
+        "out, or run several ranks on each node (`ranks_per_node` says which ranks share one), or, where "
+        'there are several nodes, write shard_update="world".'
     )
     return None
 

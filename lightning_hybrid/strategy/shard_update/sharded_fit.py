@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from lightning_hybrid.strategy.extension import RunningFit
 from lightning_hybrid.strategy.shard_update.direct_steps import DirectSteps
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from lightning_hybrid.strategy.shard_update.late_gather import LateGather
-from lightning_hybrid.strategy.shard_update.optimizer_state import collected_state_dict, cut
 from lightning_hybrid.strategy.shard_update.shard_exchange import ShardExchange
 from lightning_hybrid.strategy.shard_update.shard_pairs import MasterShard, ParameterShard, WeightShard, write_wholes_
 from lightning_hybrid.strategy.shard_update.state_dict_hooks import StateDictHooks
@@ -47,7 +46,7 @@ class ShardedFit:
         self.exchange = ShardExchange(fit.engine)
         self.scatter: GradientScatter | None = None
         self.shards: dict[int, ParameterShard] = {}
-        self._optimizers = list(fit.optimizers)
+        self._optimizers: list[Optimizer] = list(fit.optimizers)
         self._precision = fit.precision
         self._window: HalfPrecisionWindow | None = getattr(fit.precision, "window", None)
         self._late = LateGather(fit.engine.trace) if is_late else None
@@ -55,9 +54,14 @@ class ShardedFit:
         self._are_whole = False
         self._lent = ExitStack()
 
+        # How many ranks hold the same part, and how many hold a parameter that is not cut here.
+        self._num_holders = fit.engine.topology.num_nodes
+        if self.exchange.is_in_node:
+            self._num_holders = 1
+
         self._cut_parameters(fit.module)
-        self._cut_optimizer_state()
-        self._lend_parts(num_holders=1 if self.exchange.is_in_node else fit.engine.topology.num_nodes)
+        for optimizer in self._optimizers:
+            self._prepare_optimizer(optimizer)
         self._add_hooks(fit.module)
         if self._late is not None:
             self._lent.enter_context(self._late)
@@ -97,34 +101,41 @@ class ShardedFit:
                     seen.add(id(parameter))
                     yield parameter
 
-    def _cut_optimizer_state(self) -> None:
+    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Cut the state that an optimizer has, and tell it and its state dicts of the parts."""
         # Some constructors make state.
-        for optimizer in self._optimizers:
-            for parameter in parameters_of(optimizer):
-                if id(parameter) in self.shards and parameter in optimizer.state:
-                    optimizer.state[parameter] = cut(optimizer.state[parameter], self.shard_of(parameter))
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in self.shards and parameter in optimizer.state:
+                optimizer.state[parameter] = cut(optimizer.state[parameter], self.shard_of(parameter))
 
-    def _lend_parts(self, *, num_holders: int) -> None:
-        for optimizer in self._optimizers:
-            if not hasattr(optimizer, "parts"):
-                continue
-            parts = {}
-            # Slices of layers too, which ranks of all nodes hold.
-            for parameter, part in (optimizer.parts or {}).items():
-                parts[parameter] = replace(part, num_holders=num_holders)
-            for shard in self._shards_of(optimizer):
-                parts[shard.parameter] = shard.part
-            attributes = temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_)
-            self._lent.enter_context(attributes)
+        self._lend_parts(optimizer)
+        before = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        after = optimizer.register_load_state_dict_post_hook(self._after_loading)
+        self._lent.callback(before.remove)
+        self._lent.callback(after.remove)
+
+    def _take_in(self, optimizer: Optimizer) -> None:
+        """Prepare an optimizer that user code has put in another's place during the fit."""
+        is_known = any(optimizer is known for known in self._optimizers)
+        if not is_known and self._shards_of(optimizer):
+            self._prepare_optimizer(optimizer)
+            self._optimizers.append(optimizer)
+
+    def _lend_parts(self, optimizer: Optimizer) -> None:
+        if not hasattr(optimizer, "parts"):
+            return
+        parts = {}
+        # Slices of layers too, which ranks of all nodes hold.
+        for parameter, part in (optimizer.parts or {}).items():
+            parts[parameter] = replace(part, num_holders=self._num_holders)
+        for shard in self._shards_of(optimizer):
+            parts[shard.parameter] = shard.part
+        attributes = temporary_attributes(optimizer, parts=parts, add_up_=self.exchange.add_up_)
+        self._lent.enter_context(attributes)
 
     def _add_hooks(self, module: Any) -> None:
-        for optimizer in self._optimizers:
-            before = optimizer.register_load_state_dict_pre_hook(self._before_loading)
-            after = optimizer.register_load_state_dict_post_hook(self._after_loading)
-            self._lent.callback(before.remove)
-            self._lent.callback(after.remove)
         if self._window is None:
-            steps = DirectSteps(self._optimizers, self.updating, is_ignored=lambda: self._is_updating)
+            steps = DirectSteps(self._updates, self.updating, is_ignored=lambda: self._is_updating)
             self._lent.callback(steps.remove)
             return
         self._precision.update_context = self.updating
@@ -144,6 +155,10 @@ class ShardedFit:
     def shard_of(self, parameter: Tensor) -> ParameterShard | None:
         """Return the shard of a parameter that is cut into parts; None for others."""
         return self.shards.get(id(parameter))
+
+    def _updates(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer updates parameters that are cut into parts."""
+        return len(self._shards_of(optimizer)) > 0
 
     def _shards_of(self, optimizer: Optimizer) -> list[ParameterShard]:
         keys = [id(parameter) for parameter in parameters_of(optimizer)]
@@ -200,6 +215,7 @@ class ShardedFit:
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
         """Let the parameters show this rank's parts for one step, and gather the new weights. Collective."""
+        self._take_in(optimizer)
         shards = self._shards_of(optimizer)
         self._is_updating = True
         try:
@@ -374,3 +390,44 @@ def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int,
 
 def _entries(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [state["state"].get(index, {}) for group in state["param_groups"] for index in group["params"]]
+
+
+def cut(entry: Mapping[str, Any], shard: ParameterShard | None) -> dict[str, Any]:
+    """Return a parameter's state with this rank's part in place of each tensor that is as large as the parameter."""
+    return {
+        name: shard.part_of(value).clone()
+        if shard and isinstance(value, Tensor) and value.shape == shard.whole.shape
+        else value
+        for name, value in entry.items()
+    }
+
+
+def collected_state_dict(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    shard_of: Callable[[Tensor], ParameterShard | None],
+    exchange: ShardExchange,
+) -> dict[str, Any]:
+    """Return a state dict of parts with whole tensors, on rank zero; elsewhere as it is. Collective."""
+    found: list[tuple[ParameterShard, Tensor]] = []
+
+    def note(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        shard = shard_of(parameter)
+        found.extend((shard, value) for value in entry.values() if shard and _is_part(value, shard))
+        return entry
+
+    with_entries(state, optimizer, note)
+    wholes = exchange.collect([shard for shard, _ in found], [value for _, value in found])
+    if wholes is None:
+        return dict(state)
+    waiting = iter(wholes)
+
+    def whole(parameter: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        shard = shard_of(parameter)
+        return {name: next(waiting) if shard and _is_part(value, shard) else value for name, value in entry.items()}
+
+    return with_entries(state, optimizer, whole)
+
+
+def _is_part(value: Any, shard: ParameterShard) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.values.shape

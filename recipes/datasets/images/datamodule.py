@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_hybrid.checks import require_whole
 from lightning_hybrid.data.batch_counters import share_of
 from lightning_hybrid.data.order import Batch, EpochOrder
-from recipes.datasets.images.loader import BatchFiller, DecodeThreads, ImageEvalLoader, ImageTrainLoader
+from recipes.datasets.images.loader import DecodeThreads, ImageEvalLoader, ImageTrainLoader
 from recipes.datasets.images.normalize import NormalizeOnDevice
 from recipes.datasets.images.source import RowSource
 
@@ -68,7 +68,7 @@ class ImageDataModule(pl.LightningDataModule, ABC):
     def _num_threads(self) -> int:
         return self.num_threads or share_of_cores(self.trainer.num_devices if self.trainer else 1)
 
-    def _filler(self) -> BatchFiller:
+    def _filler(self) -> DecodeThreads:
         trainer = self.trainer
         return DecodeThreads(
             num_threads=self._num_threads(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,22 +30,20 @@ def default_decoder() -> str:
     return "pillow" if simplejpeg is None else "simplejpeg"
 
 
-def check_decoder(decoder: str, *, of_batches: Iterable[str] = ()) -> None:
-    """Refuse a decoder that is not there; `of_batches`: names of those that decode whole batches.
+def check_decoder(decoder: str) -> None:
+    """Refuse a decoder that is not there.
 
     Raises:
         ValueError: The name is unknown, or the decoder is not installed.
 
-    >>> check_decoder("libjpeg", of_batches=["dali"])
+    >>> check_decoder("libjpeg")
     Traceback (most recent call last):
         ...
-    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow, dali. Set data.decoder=null for the faster \
-of the first two.
+    ValueError: `decoder` (='libjpeg') must be one of simplejpeg, pillow. Set data.decoder=null for the faster one.
     """
-    if decoder not in (names := (*DECODERS, *of_batches)):
+    if decoder not in DECODERS:
         raise ValueError(
-            f"`decoder` (={decoder!r}) must be one of {', '.join(names)}. Set data.decoder=null for the faster of the "
-            "first two."
+            f"`decoder` (={decoder!r}) must be one of {', '.join(DECODERS)}. Set data.decoder=null for the faster one."
         )
     if decoder == "simplejpeg" and simplejpeg is None:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_hybrid.checks import require_whole
@@ -16,7 +16,6 @@ from recipes.datasets.images.folder import (
     class_folders,
     num_images_up_to,
 )
-from recipes.datasets.images.loader import BatchFiller
 from recipes.datasets.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 from recipes.datasets.images.shards import ShardedImages, holds_shards, packed_classes
 from recipes.datasets.images.source import Crop, DecodedImages, ImageSource
@@ -38,10 +37,7 @@ class ImageNetDataModule(ImageDataModule):
         flip: Flip half of the training crops left to right.
         max_corrupt_images: So many unreadable images per rank and split are replaced (see `DecodedImages`). Our choice:
             losses of a copy, and no more than 1 in 80,000 of ImageNet.
-        decoder: `simplejpeg` or `pillow`, in threads on the CPU, or a name in `batch_decoders`; None: the faster of the
-            first two that is installed.
-        batch_decoders: Makers of fillers that decode whole batches, by name. Each is called with `num_threads`,
-            `num_batches_ahead` and `device_id` (the GPU that Lightning uses, or None).
+        decoder: `simplejpeg` or `pillow`; None: the faster of the two that is installed.
 
     Raises:
         ValueError: An argument is wrong, or the set has other classes; or, in `setup`, it is incomplete.
@@ -66,7 +62,6 @@ class ImageNetDataModule(ImageDataModule):
         num_batches_ahead: int = 2,
         max_corrupt_images: int = 16,
         decoder: str | None = None,
-        batch_decoders: Mapping[str, Callable[..., BatchFiller]] | None = None,
     ) -> None:
         super().__init__(
             global_batch_size=global_batch_size,
@@ -84,11 +79,7 @@ class ImageNetDataModule(ImageDataModule):
         ):
             require_whole(name, value, f"it is counted. Set data.{name}={least} or more", least=least)
         self.decoder = decoder or default_decoder()
-        batch_decoders = batch_decoders or {}
-        check_decoder(self.decoder, of_batches=batch_decoders)
-        self._batch_decoder = batch_decoders.get(self.decoder)
-        if self._batch_decoder is not None:
-            self._batch_decoder(num_threads=1)  # says what is not installed, before any rank is started
+        check_decoder(self.decoder)
         self.train_crop = TrainCrop(
             image_size=image_size, seed=seed, area=(area[0], area[1]), aspect=(aspect[0], aspect[1]), flip=flip
         )
@@ -116,19 +107,7 @@ class ImageNetDataModule(ImageDataModule):
         return min(most, len(ShardedImages(folder))) if holds_shards(folder) else num_images_up_to(folder, most)
 
     def _decoded(self, images: ImageSource, crop: Crop) -> DecodedImages:
-        # With another decoder some images are decoded here too: those in formats that it does not read.
-        decoder = self.decoder if self._batch_decoder is None else default_decoder()
-        return DecodedImages(images, crop, decoder=decoder, max_corrupt_images=self.max_corrupt_images)
-
-    def _filler(self) -> BatchFiller:
-        if self._batch_decoder is None:
-            return super()._filler()
-        device = self.trainer.strategy.root_device if self.trainer else None
-        return self._batch_decoder(
-            num_threads=self._num_threads(),
-            num_batches_ahead=self.num_batches_ahead,
-            device_id=device.index if device is not None and device.type == "cuda" else None,
-        )
+        return DecodedImages(images, crop, decoder=self.decoder, max_corrupt_images=self.max_corrupt_images)
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -16,20 +15,9 @@ from recipes.datasets.images.host_buffers import HostBuffers
 from recipes.datasets.images.source import RowSource
 
 
-class BatchFiller(Protocol):
-    """The decoding part of a loader: `DecodeThreads`, or a decoder of whole batches."""
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches on the host are page-locked."""
-
-    def fill(self, shares: Iterator[Indices], rows: RowSource, buffers: HostBuffers, *, epoch: int) -> Iterator[Batch]:
-        """Yield batches of the images in `shares`, in their order; threads end with the generator."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecodeThreads:
-    """A `BatchFiller` of threads on the CPU. Its settings have no influence on the batches.
+    """The threads that decode for a loader. Their settings have no influence on the batches.
 
     Args:
         num_threads: Threads that fill batches, next to the consumer's.
@@ -72,7 +60,7 @@ class ImageTrainLoader(ResumableLoader):
         rows: RowSource,
         order: EpochOrder,
         *,
-        filler: BatchFiller,
+        filler: DecodeThreads,
         on_device: Callable[[Batch], Batch],
         trainer: pl.Trainer | None = None,
     ) -> None:
@@ -98,7 +86,7 @@ class ImageEvalLoader:
         world_size: int,
         rank: int,
         batch_size_per_rank: int,
-        filler: BatchFiller,
+        filler: DecodeThreads,
         on_device: Callable[[Batch], Batch],
     ) -> None:
         self.rows, self.filler, self.on_device = rows, filler, on_device

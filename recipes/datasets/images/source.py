@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.datasets.images.crops import Frame, render_crop
-from recipes.datasets.images.decode import CorruptImageError, decode_rgb
-
-T = TypeVar("T")
+from recipes.datasets.images.decode import CorruptImageError, Pixels, decode_rgb
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +66,7 @@ class DecodedImages(RowSource):
 
     An image that cannot be read or decoded does not stop the run: the next one of the set that can be read replaces it,
     with its own label and the crop of the broken one. Each broken image is logged once and counted on the rank that met
-    it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load` or `find`.
+    it; more than `max_corrupt_images` of them end the run, by a `CorruptImageError` of `load`.
     """
 
     def __init__(self, source: ImageSource, crop: Crop, *, decoder: str, max_corrupt_images: int) -> None:
@@ -86,23 +82,23 @@ class DecodedImages(RowSource):
 
     def load(self, index: int, row: Tensor, *, epoch: int) -> int:
         """Decode and crop an image; see `RowSource`."""
-        pixels, label = self.find(index, partial(decode_rgb, decoder=self.decoder))
+        pixels, label = self._find(index)
         render_crop(pixels, row, self.crop.frame(*pixels.shape[:2], image=index, epoch=epoch))
         return label
 
-    def find(self, index: int, decode: Callable[[bytes], T]) -> tuple[T, int]:
-        """Apply `decode` to an image, or to the one that replaces it; return the result and the label."""
+    def _find(self, index: int) -> tuple[Pixels, int]:
+        """Decode an image, or the one that replaces it; return the pixels and the label."""
         # The replacement is a function of the set alone: ranks and resumed runs agree, and no batch is short.
         for step in range(self.num_images):
             candidate = (index + step) % self.num_images
             if candidate in self.corrupt:  # known already: it is neither read nor counted twice
                 continue
             try:
-                found = decode(self.source.read(candidate))
+                pixels = decode_rgb(self.source.read(candidate), decoder=self.decoder)
             except (CorruptImageError, OSError) as error:
                 self._count(candidate, error)
                 continue
-            return found, int(self.source.labels[candidate])
+            return pixels, int(self.source.labels[candidate])
         raise CorruptImageError(f"none of the {self.num_images} images can be read, such as {self.source.name(index)}")
 
     def _count(self, index: int, error: Exception) -> None:

@@ -188,14 +188,13 @@ def test_every_tensor_that_crosses_streams_is_ordered_and_kept(cuda, monkeypatch
     assert cuda.host_waits == []
 
 
-def steps_with_feedback(engine, plans, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
-    """Sums over several steps, of which some are skipped, with another loss scale and another plan in each."""
+def steps_with_feedback(engine, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped=(1,)):
+    """Sums over several steps, of which some are skipped, with another loss scale in each."""
     parameters = [torch.zeros(numel) for numel in (3_001, 5)]
     state = HookState(engine=engine, parameters=parameters)
     state.feedback.may_skip = True
     found = []
     for step, divisor in enumerate(divisors):
-        engine.adopt(plans[step % len(plans)])
         state.feedback.begin_step(torch.tensor(1024.0) / divisor)
         buffers = [reals(dist.get_rank() + 10 * step, one.numel(), torch.float32) / divisor for one in parameters]
         futures = [
@@ -211,33 +210,30 @@ def steps_with_feedback(engine, plans, *, divisors=(1.0, 0.5, 0.5, 4.0), skipped
     return found
 
 
-IN_TURN = [CommPlan(algorithm=algorithm, chunk_bytes=2**12) for algorithm in ("two_level", "hierarchical")]
-
-
-def feedback_on_rank(nodes, bits, on_streams):
+def feedback_on_rank(algorithm, nodes, bits, on_streams):
     codec = Codec(bits=bits, seed=3, error_feedback=True)
     if not on_streams:
-        engine = engine_over(nodes, IN_TURN[0], dtype_across_nodes=codec)
-        engine.prepare(IN_TURN)
-        found = steps_with_feedback(engine, IN_TURN)
+        plan = CommPlan(algorithm=algorithm, chunk_bytes=2**12)
+        engine = engine_over(nodes, plan, dtype_across_nodes=codec)
+        found = steps_with_feedback(engine)
         engine.close()
         return found
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda().installed(patch)
         patch.setattr(codecs, "_passes_for", torch_passes)
-        engine = engine_of("two_level", nodes, dtype_across=codec)
-        engine.prepare(IN_TURN)
+        engine = engine_of(algorithm, nodes, dtype_across=codec)
         with cuda:
-            found = steps_with_feedback(engine, IN_TURN)
+            found = steps_with_feedback(engine)
         engine.close()
         assert cuda.found == []
         assert cuda.host_waits == []
     return found
 
 
-def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device_nothing(four_ranks):
+@pytest.mark.parametrize("algorithm", ["two_level", "hierarchical"])
+def test_error_feedback_on_streams_gives_the_bits_of_threads_and_asks_the_device_nothing(four_ranks, algorithm):
     nodes = ((0, 1), (2, 3))
-    by_threads, by_streams = (four_ranks.run(feedback_on_rank, nodes, 4, on) for on in (False, True))
+    by_threads, by_streams = (four_ranks.run(feedback_on_rank, algorithm, nodes, 4, on) for on in (False, True))
     for found, other in zip(by_threads, by_streams, strict=True):
         assert all(map(torch.equal, found, other))
         assert all(map(torch.equal, found[:-1], by_threads[0][:-1]))

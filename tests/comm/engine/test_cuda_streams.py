@@ -494,18 +494,6 @@ def test_no_bucket_goes_into_a_captured_graph(cuda, monkeypatch):
     monkeypatch.setattr(cuda_carrier, "is_any_captured", lambda: False)
 
 
-def test_a_plan_may_change_while_the_device_is_still_at_the_last_step(cuda):
-    engine = engine_of("two_level")
-    cuda.hang()
-    step(engine, [torch.zeros(70_001)])
-    engine.adopt(CommPlan(algorithm="flat"))
-    step(engine, [torch.zeros(70_001)])
-    cuda.go_on()
-    torch.zeros(1)
-    assert cuda.found == []
-    engine.close()
-
-
 # ---- over Gloo: the sums ---------------------------------------------------------------------------------------------
 
 

@@ -172,19 +172,24 @@ class Explorer:
         )
 
     def _check_view(self, view: dict, world: World) -> None:
-        old = [self.keys.index(host) for host in view["next"] if host in view["hosts"] or not view["hosts"]]
-        steps = {f"{self.keys[i]}/{local}": n for i in old for local, n in enumerate(world.steps[i])}
+        # A host that joins has steps of its own, of another run, until it has had a view of this one.
+        with_state: list[int] = []
+        without_state: list[int] = []
+        for host in view["next"]:
+            index = self.keys.index(host)
+            if self.look(world, index).has_had_view or not view["hosts"]:
+                with_state.append(index)
+            else:
+                without_state.append(index)
+        if not with_state:
+            raise WrongError(f"no host of {view['next']} has had a view: nobody has the state of the run")
+        steps = {f"{self.keys[i]}/{local}": n for i in with_state for local, n in enumerate(world.steps[i])}
         # Another may have installed it already and made its steps those of the target.
         if view["target"] < max(steps.values()) or view["target"] not in steps.values():
             raise WrongError(f"target {view['target']} of {steps}")
         if any(steps.get(donor) != view["target"] for donor in view["donors"]):
             raise WrongError(f"donors {view['donors']} of {steps}")
-        late = {
-            f"{host}/{local}"
-            for host in view["next"]
-            if view["hosts"] and host not in view["hosts"]
-            for local in range(self.ranks)
-        }
+        late = {f"{self.keys[i]}/{local}" for i in without_state for local in range(self.ranks)}
         if not ({rank for rank, n in steps.items() if n < view["target"]} | late) <= set(view["behind"]):
             raise WrongError(f"behind {view['behind']} of {steps}")
 

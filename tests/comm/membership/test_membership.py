@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from lightning_hybrid.comm.membership import connections, host, membership
 from lightning_hybrid.comm.membership.connections import Connection
+from lightning_hybrid.comm.membership.host import Host
 from lightning_hybrid.comm.membership.membership import Membership
 from lightning_hybrid.comm.membership.view import IsolatedError, RefusedError, address_of
 from tests.comm.membership.test_processes import free_addresses
@@ -77,6 +82,87 @@ def test_hosts_meet_one_leaves_as_planned_one_dies_and_one_joins(hosts):
     assert both == joining.result(20)
     assert (both.hosts, both.target, both.donors) == (("a", "d"), 9, (a.me.id,))
     assert (both.behind, both.reasons) == ((d.me.id,), ("host d joins",))
+
+
+def test_a_goodbye_counts_when_the_connections_end_is_handled_first(hosts, monkeypatch):
+    """The word comes on the leaver's connection to its peer, the end on the peer's connection to the leaver."""
+    ends: list[str] = []
+    unread: list[Any] = []
+    has_closed = Host._has_closed
+
+    def handle_the_end_and_then_the_word(peer: Host, key: str, place: int, is_dead: bool) -> None:
+        has_closed(peer, key, place, is_dead)
+        if not key:  # a connection to an address of `meet`
+            return
+        peer.tick(time.monotonic(), is_late=False)  # one that comes at once
+        ends.append(key)
+        for transport in unread:
+            transport.resume_reading()
+
+    monkeypatch.setattr(Host, "_has_closed", handle_the_end_and_then_the_word)
+    a, b = hosts("a", max_hosts=2), hosts("b", max_hosts=2)
+    hosts.enter(a, b)
+    unread += [connection._transport for connection in connections_from(b, to=a)]
+    is_paused = threading.Event()
+
+    def leave_the_word_unread() -> None:
+        for transport in unread:
+            transport.pause_reading()
+        is_paused.set()
+
+    a._part.post(leave_the_word_unread)
+    assert is_paused.wait(10)
+    b.say_goodbye()
+    b.close()
+    wait_until(lambda: b._part.key in ends)
+    wait_until(lambda: a._part.machine.lost.get(b._part.key) == "left")
+    time.sleep(0.5)  # two ticks: an end that waits for a word is not taken for a death later
+    assert not hosts.changes
+
+
+@pytest.mark.parametrize("still_open", ["the connection of the dead host", "the connection to it"])
+def test_a_death_that_one_connection_shows_is_a_loss_soon(hosts, still_open):
+    """The kernel of a host that has restarted answers where something is sent, and is silent elsewhere."""
+    a, b = hosts("a", max_hosts=2, silent_s=4.0), hosts("b", max_hosts=2, silent_s=4.0)
+    hosts.enter(a, b)
+    ended = [a._part._peers[b._part.key]]
+    if still_open == "the connection to it":
+        ended = connections_from(b, to=a)
+    since_s = time.monotonic()
+    for connection in ended:
+        break_connection(a, connection, errno.ECONNRESET)
+    wait_until(lambda: ("a", "host b is lost: it closed a connection") in hosts.changes)
+    assert time.monotonic() - since_s < 2.5, "a closed connection was taken for silence"
+
+
+def connections_from(leaver: Membership, *, to: Membership) -> list[Connection]:
+    """Return the connections at one host that another host has opened."""
+    peer = to._part
+    outward = [*peer._peers.values(), *peer._asked.values()]
+    return [one for one in open_connections(to) if one.peer == leaver._part.key and one not in outward]
+
+
+def open_connections(membership_of_one: Membership) -> list[Connection]:
+    """Return the connections of a host; its other sockets listen."""
+    return [one for one in membership_of_one._part.sockets.values() if one is not None]
+
+
+def break_connection(membership: Membership, connection: Connection, error_number: int) -> None:
+    """End one connection by an error of its socket; the other end is not told, as on a link that is cut."""
+    kept_open = connection.sock.dup()  # the kernel says nothing to the other end while there is a copy
+    kept_open.set_inheritable(False)
+    KEPT_OPEN.append(kept_open)
+    membership._part.post(connection._transport._force_close, OSError(error_number, os.strerror(error_number)))
+
+
+KEPT_OPEN: list[socket.socket] = []  # copies of sockets, until a test ends
+
+
+@pytest.fixture(autouse=True)
+def copies_of_sockets_end():
+    yield
+    while KEPT_OPEN:
+        KEPT_OPEN.pop().close()
 
 
 def test_the_first_meeting_takes_the_latest_checkpoint_of_all(hosts):
@@ -162,12 +248,90 @@ def test_a_rank_that_cannot_be_in_a_view_ends_it_for_all(hosts):
     assert {why for _, why in hosts.changes} == {"no groups"}
 
 
-def test_ranks_of_a_host_hear_each_other_often_enough_in_a_view(hosts):
-    lost: list[str] = []
-    ways = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5, "on_own_host_lost": lost.append}
-    hosts.enter(*[hosts("a", local=local, **ways) for local in (0, 1)])
+@pytest.mark.parametrize(
+    ("stopped", "words"),
+    [(0, "the first rank of this host was silent for 1 s"), (1, "rank 1 of this host was silent for 1 s")],
+)
+def test_ranks_of_a_host_hear_each_other_often_enough_and_miss_one_that_hangs(hosts, stopped, words):
+    lost: dict[int, list[str]] = {0: [], 1: []}
+    ways = {"ranks_per_host": 2, "max_hosts": 1, "silent_s": 0.5}
+    ranks = [hosts("a", local=local, on_own_host_lost=lost[local].append, **ways) for local in (0, 1)]
+    hosts.enter(*ranks)
     time.sleep(2.5)  # each is lost after 1 s
-    assert not lost
+    assert lost == {0: [], 1: []}
+    goes_on = threading.Event()
+    ranks[stopped]._part.post(goes_on.wait, 20)  # its sockets stay open, as of a process that is stopped
+    try:
+        wait_until(lambda: lost[1 - stopped], within_s=5)
+        assert lost[1 - stopped][0] == words
+    finally:
+        goes_on.set()
+
+
+def test_a_pause_of_all_hosts_is_no_silence_of_the_others(hosts, monkeypatch):
+    """The machines are suspended or moved: each finds its own clock a minute later, and has heard nobody meanwhile."""
+    lost: list[str] = []
+    ways = {"ranks_per_host": 2, "max_hosts": 2, "silent_s": 1.0, "on_own_host_lost": lost.append}
+    hosts.enter(*[hosts(name, local=local, **ways) for name in "ab" for local in (0, 1)])
+    paused_s = [0.0]
+    for module in (connections, host, membership):
+        monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + paused_s[0])
+    for _ in range(3):
+        time.sleep(0.7)  # each has looked at the clock since the former pause
+        paused_s[0] += 60.0
+    time.sleep(0.7)
+    assert (hosts.changes, lost) == ([], [])
+
+
+@pytest.mark.parametrize("error_number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
+def test_an_error_of_the_network_is_no_proof_of_death(hosts, error_number):
+    """The link is cut: each half gets an error for the other, and both live. One of them alone may go on."""
+    a, b = hosts("a", max_hosts=2, silent_s=0.8), hosts("b", max_hosts=2, silent_s=0.8)
+    hosts.enter(a, b)
+    with pytest.MonkeyPatch.context() as cut:
+        cut.setattr(Connection, "data_received", lambda connection, data: None)
+        for membership_of_one in (a, b):
+            for connection in open_connections(membership_of_one):
+                break_connection(membership_of_one, connection, error_number)
+        wait_until(lambda: len(hosts.changes) == 2)
+        assert set(hosts.changes) == {
+            ("a", "host b was silent for 0.8 s"),
+            ("b", "host a was silent for 0.8 s"),
+        }
+        assert hosts.all("next_view", a)[0].hosts == ("a",)  # it holds the first address
+        with pytest.raises(IsolatedError, match=r"host a cannot be heard and may go on; here are too few \(host b\)"):
+            b.next_view(0, timeout_s=20)
+
+
+def test_an_error_of_the_network_that_passes_changes_nothing(hosts):
+    a, b = hosts("a", max_hosts=2, silent_s=0.8), hosts("b", max_hosts=2, silent_s=0.8)
+    hosts.enter(a, b)
+    for membership_of_one in (a, b):
+        for connection in open_connections(membership_of_one):
+            break_connection(membership_of_one, connection, errno.EHOSTUNREACH)
+    time.sleep(1.5)  # longer than the silence after which a host is lost: they have connected again
+    assert not hosts.changes
+    assert connections_from(b, to=a), "b has not connected again"
+
+
+def test_a_process_of_another_user_cannot_pose_as_a_rank(hosts, monkeypatch):
+    a = hosts("a", ranks_per_host=2, max_hosts=1, on_own_host_lost=lambda why: None)
+    path = a._settings.path  # the name follows from the user: one who knows it may still connect
+    greeting = json.dumps({"kind": "hello", "local": 1}).encode() + b"\n"
+
+    def answer_to_a_rank() -> bytes:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(10)
+            stranger.connect(path)
+            stranger.sendall(greeting)
+            return stranger.recv(1000)
+
+    with monkeypatch.context() as as_another_user:
+        own_uid = os.getuid()
+        as_another_user.setattr(os, "getuid", lambda: own_uid + 1)
+        assert answer_to_a_rank() == b""
+    assert not a._part._ranks
+    assert json.loads(answer_to_a_rank())["kind"] == "hello"
 
 
 def test_a_forked_worker_does_not_hide_a_death(hosts):

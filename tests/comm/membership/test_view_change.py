@@ -48,6 +48,15 @@ SMALL = {
         no_more,
         {"hosts": "ba", "joiners": "j", "budget": {"cut": 1}, "cut_whole": True},
     ),
+    "a host joins one, any may die": (no_more, {"hosts": "a", "joiners": "j", "budget": {"kill": 1}}),
+    "a host joins one with more steps than the run has, any may die": (
+        no_more,
+        {"hosts": "a", "joiners": "j", "steps": {"a": (3,), "j": (9,)}, "budget": {"kill": 1}},
+    ),
+    "a host joins two with more steps than the run has, any may die": (
+        no_more,
+        {"hosts": "ab", "joiners": "j", "steps": {**STEPS, "j": (9,)}, "budget": {"kill": 1}},
+    ),
     "first meeting, any may die": (no_more, {"hosts": "abc", "budget": {"kill": 1}, "is_founding": True}),
 }
 LARGE = {
@@ -103,6 +112,16 @@ MUTANTS = {
         "[self.hosts]",
         "a host joins two, one is cut off",
     ),
+    "counts the steps of a host that joins": (
+        "[-1 if joins else self.committed[local]",
+        "[self.committed[local]",
+        "a host joins two with more steps than the run has, any may die",
+    ),
+    "goes on without a host that has the state": (
+        "if all(step < 0 for host in kept",
+        "if False and all(step < 0 for host in kept",
+        "a host joins one, any may die",
+    ),
     "does not tell who is left out": (
         'self._exclude([host for host in self.candidates() if host not in offer["next"]]',
         "self._exclude([]",
@@ -137,3 +156,47 @@ def test_a_host_accepts_no_older_proposal_and_none_that_has_not_heard_of_what_it
     machine.lose(a, "silent", "a is silent")
     assert answer_to(b, to=6, next=[b, c]) == ["ready"]
     assert answer_to(b, to=6, next=[b, c], attempts=[[5, a, [a, b, c]]]) == ["accept"]
+
+
+def test_a_host_that_was_silent_and_then_closed_is_dead():
+    """With it silent the other host may not go on; with it dead it may."""
+    a, b = map(key_of, "ab")
+    machine = in_a_view_of(a, b, me=b)
+    machine.lose(a, "silent", "a is silent")
+    machine.lose(a, "closed", "a closed a connection")
+    machine.come(0, 3)
+    assert machine.hosts == [b]
+    assert "isolated" not in [what for what, *_ in machine.out]
+
+
+@pytest.mark.parametrize("how", view_change.FOR_SURE)
+def test_a_host_that_is_lost_for_sure_does_not_become_silent(how):
+    """Its votes would be missing: the others would stop although nobody else can go on."""
+    a, b = map(key_of, "ab")
+    machine = in_a_view_of(a, b, me=b)
+    machine.lose(a, how, "a is gone")
+    machine.lose(a, "silent", "a is silent")
+    machine.come(0, 3)
+    assert machine.hosts == [b]
+
+
+def test_a_host_that_was_left_out_is_not_invited_again():
+    """Its request to join may be read late. It ends once it reads that it is out, and starts again as another host."""
+    a, b, c = map(key_of, "abc")
+    machine = in_a_view_of(a, b, me=a)
+    machine.lose(b, "silent", "b is silent")
+    machine.come(0, 3)
+    assert (machine.hosts, machine.has_ended) == ([a], False)
+    machine.join(b, [5])
+    assert (machine.lobby, machine.has_ended) == ({}, False)
+    machine.join(c, [5])
+    assert (list(machine.lobby), machine.has_ended) == ([c], True)
+
+
+def in_a_view_of(*hosts: str, me: str) -> view_change.ViewChange:
+    """Return the machine of a host that is in a first view."""
+    machine = view_change.ViewChange(me, ranks_per_host=1, min_hosts=1, max_hosts=3)
+    machine.run, machine.top, machine.promised = "r", 0, 0
+    machine._install({"to": 0, "next": list(hosts), "attempts": []})
+    machine.out = []
+    return machine

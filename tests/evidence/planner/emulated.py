@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +141,15 @@ def error_summary(found: Sequence[Checked]) -> dict[str, dict[str, float]]:
     return content
 
 
+def lines_of(folder: Path) -> list[str]:
+    """Return the lines of a record, from its own file or from the one of all records of its topic."""
+    own = folder / "rows.jsonl"
+    if own.exists():
+        return own.read_text().splitlines()
+    lines = (folder.parent / "emulated.jsonl").read_text().splitlines()
+    return [line for line in lines if json.loads(line)["record"] == folder.name]
+
+
 def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
     """Return what the record of the check says, and what is predicted today: on equal links, and on unequal ones."""
     first, *others = (RECORD / "rows.jsonl").read_text().splitlines()
@@ -149,5 +159,5 @@ def checked_again() -> tuple[dict[str, Any], list[Checked], list[Checked]]:
         unequal[-1].append(line)
     ask = {"machine": content["machine"]}
     folders = [RECORD.parents[2] / path for path in content["records"]]
-    equal = [one for at in folders for one in checked_of(at.name, (at / "rows.jsonl").read_text().splitlines(), **ask)]
+    equal = [one for at in folders for one in checked_of(at.name, lines_of(at), **ask)]
     return content, equal, [one for lines in unequal for one in checked_of(RECORD.name, lines, **ask)]

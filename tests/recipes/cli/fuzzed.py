@@ -35,8 +35,8 @@ BASES: dict[str, list[str]] = {
         "search.algorithms=[flat]",
         "search.bucket_bytes=[4194304]",
     ],
-    "recipes.planning.gradient_timing": [],
     "recipes.search": [],
+    "recipes.study": [],
     "recipes.pack": ["root=TMP/images", "out=TMP/out/shards"],
     "recipes.bench": [],
     "recipes.report": ["runs=[TMP/run]"],
@@ -47,8 +47,8 @@ BASES: dict[str, list[str]] = {
 WORK = [
     ("lightning.pytorch", "Trainer", "fit"),
     ("lightning.fabric", "Fabric", "launch"),
-    ("recipes.hyperparams.trial_pool", "TrialPool", "__enter__"),
-    ("recipes.planning.gradient_timing", None, "time_gradients"),
+    ("recipes.hyperparams.runner", "TrialRunner", "run"),
+    ("recipes.comparison.fits", "FitPool", "__enter__"),
     ("recipes.datasets.packing", "Packing", "run"),
 ]
 

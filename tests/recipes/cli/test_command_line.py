@@ -8,7 +8,7 @@ import sys
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
-from recipes.cli import command_line, usage
+from recipes.cli import command_line, preflight, usage
 from tests.checkout import ROOT, tracked_in
 
 HYDRA_PROGRAMS = sorted(
@@ -65,7 +65,6 @@ MISSPELT = {
     "optim.learning_rate=3": "Did you mean optim.lr=3?",
     "epochs=3": "Did you mean trainer.max_epochs=3?",
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
-    "strategy.reduction=adasum": "Did you mean strategy/between_nodes=adasum?",
     "strategy.between_nodes.every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
     "~optim.lrr": "Did you mean ~optim.lr?",
     "strategy=hybrid_alreduce": "must be one of ddp, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
@@ -84,6 +83,52 @@ def test_what_is_misspelt_is_refused_with_a_cure(words, read):
     assert err.startswith("error: ")
     assert err.count("error: ") == (2 if "rprop" in words else 1), "a line for each wrong word"
     assert MISSPELT[words] in err
+
+
+@pytest.mark.parametrize("words", ["--help", "strategy=?", "--cfg job"])
+def test_a_question_is_answered_without_the_extras_of_the_command(words, read, monkeypatch):
+    monkeypatch.setattr(usage, "find_spec", lambda name: None)
+    code, out, err = read("train", *words.split())
+    assert (code, err) == (0, "")
+    last = out.strip().splitlines()[-1]
+    assert ("pip install 'lightning-hybrid[recipes]'" in last) == (words == "--help")
+    code, out, err = read("train", "optim.lr=1")
+    assert (code, out) == (2, "")
+    assert "needs packages that are not installed (pydantic, scikit-learn, Pillow)" in err
+
+
+def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeypatch):
+    monkeypatch.setattr(usage, "find_spec", lambda name: None if name == "transformers" else name)
+    code, out, err = read("train", "recipe=bert_tiny")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: `recipes.networks.bert.Bert` needs packages that are not installed (transformers). Install them with: "
+        "pip install 'lightning-hybrid[text]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "error: `root` (=???) must have a value. Missing: root, out."),
+        ("root=/nope out=x", "error: `root`: no such folder: /nope. Set root to the folder to pack."),
+        ("root=/ out=x packing.quality=high", "error: `packing.quality`: expected a number, got 'high'."),
+    ],
+)
+def test_what_pack_needs_is_asked_for_before_torch_is_imported(words, message, read):
+    code, out, err = read("pack", *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+
+
+@pytest.mark.parametrize(("resume", "overwrite"), [("auto", False), (None, True)])
+def test_a_directory_of_another_run_is_taken_to_continue_or_where_the_user_says_so(tmp_path, resume, overwrite):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"weights")
+    preflight.refuse_to_overwrite(tmp_path, resume=resume, overwrite=overwrite)
+    preflight.refuse_to_overwrite(tmp_path / "new", resume=None, overwrite=False)
+    with pytest.raises(ValueError, match=r"^`hydra.run.dir` .* holds a run"):
+        preflight.refuse_to_overwrite(tmp_path, resume=None, overwrite=False)
 
 
 def test_what_hydra_composes_goes_on_and_of_several_ranks_the_first_speaks(read, monkeypatch):

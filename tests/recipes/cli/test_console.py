@@ -81,6 +81,10 @@ RUN = "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.ar
     [
         ("strategy/between_nodes=?", 0, "strategy/between_nodes=\n  adasum                  Of the nodes"),
         ("precision=fp16", 2, "error: `precision` (='fp16') must be"),
+        ("optim.lr=abc", 2, "error: `optim.lr`: expected a number, got 'abc'. Example: optim.lr=10.0."),
+        ("global_batch_size=0", 2, "error: `global_batch_size` (=0) must be above 0"),
+        ("trainer.devices=3", 2, "error: `global_batch_size` (=128) must be a multiple of the number of ranks (=3)"),
+        ("data=images", 2, "error: `data.root` (=???) must have a value. Missing: data.root."),
     ],
 )
 def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(words, code, first, tmp_path):
@@ -98,8 +102,11 @@ def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(m
     with pytest.raises(usage.UsageError):
         usage.refuse_missing_extras("simulate")
     assert capsys.readouterr().err == (
-        "error: `simulate` needs matplotlib, which is not installed: pip install 'lightning-hybrid[recipes,report]'\n"
+        f"error: `{usage.command('simulate')}` needs packages that are not installed (matplotlib). Install them with: "
+        "pip install 'lightning-hybrid[recipes,report]'\n"
     )
+    monkeypatch.setattr(usage, "find_spec", lambda name: None)
+    assert "(pydantic, scikit-learn, Pillow)" in usage.missing_extras("train")
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):
@@ -118,3 +125,14 @@ def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", f"{say}; {RUN}", *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_run_from_scratch_does_not_overwrite_the_checkpoints_of_another(tmp_path):
+    """The same command again, in the same directory."""
+    (tmp_path / "run1" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run1" / "checkpoints" / "last.ckpt").write_bytes(b"weights")
+    done = run_program(str(ROOT / "recipes" / "train.py"), "hydra.run.dir=run1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "`hydra.run.dir` (=run1) holds a run, with checkpoints/last.ckpt" in done.stderr
+    assert "Add resume=auto to continue it, overwrite=true to start again" in done.stderr
+    assert [path.name for path in (tmp_path / "run1").iterdir()] == ["checkpoints"]

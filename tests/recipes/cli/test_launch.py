@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_hybrid import HybridAllReduceStrategy
-from recipes.cli import config_check, launch
+from recipes.cli import config_check, key_note, launch
 from recipes.cli.world import accumulation, num_ranks, world_from_launcher
 from recipes.training.build import build
 from recipes.training.keys import TRAIN_KEYS
@@ -92,6 +92,51 @@ def test_a_mistake_is_reported_in_one_message_before_training(mistake, monkeypat
     assert "raised while resolving" not in str(raised.value)
 
 
+WITH_KEYS = {
+    "strategy.ranks_per_node=3 trainer.devices=4": [
+        "`ranks_per_node` (=3) must",
+        "`ranks_per_node` is strategy.ranks_per",
+    ],
+    "strategy/between_nodes=local_steps strategy.between_nodes.every=1": [
+        "`between_nodes.every` (=1) must",
+        "`between_nodes.every` is strategy.between_nodes.every",
+        "between_nodes=Mean() is strategy/between_nodes=mean",
+    ],
+    "strategy.comm.algorithm=flat strategy/between_nodes=adasum": [
+        "Leave `comm.algorithm` out, or write between_nodes=Mean()",
+        "`comm.algorithm` is strategy.comm.algorithm",
+        "between_nodes=Mean() is strategy/between_nodes=mean",
+    ],
+    "strategy.report.link_bytes_per_s=-1": ["is strategy.report.link_bytes_per_s"],
+    "callbacks.replicas.every_n_steps=0": [
+        "Write every_n_steps=100",
+        "`every_n_steps` is callbacks.replicas.every_n_steps",
+    ],
+    "strategy=pipeline strategy.num_microbatches=1": ["Write num_microbatches=8", "is strategy.num_microbatches"],
+}
+
+
+@pytest.mark.parametrize("mistake", WITH_KEYS)
+def test_an_error_of_the_library_names_the_argument_and_a_recipe_adds_its_key(mistake, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    cfg = configured(*mistake.split())
+    with pytest.raises(SystemExit) as raised, launch.short_errors(cfg):
+        build(cfg)
+    message, note = str(raised.value).splitlines()
+    assert note.startswith("Keys of the recipe: ")
+    for text in WITH_KEYS[mistake]:
+        assert text in f"{message} {note}"
+    assert "strategy." not in message
+
+
+def test_an_argument_that_conf_leaves_out_is_named_with_the_plus_that_adds_it():
+    cfg = configured()
+    message = "`node_slices` cuts nothing. Leave `start_method` out, or `no_such_argument`."
+    keys = "`node_slices` is model.slice_fc, `start_method` is +strategy.start_method"
+    assert key_note.note_of(message, cfg) == f"Keys of the recipe: {keys}."
+    assert key_note.note_of("nothing is named here", cfg) == ""
+
+
 def test_a_key_that_hydra_notes_on_an_error_is_named_as_one_in_its_message():
     """Hydra 1.4 does the one, 1.3 the other."""
     error = ValueError("`width` (=0) must be above zero.")
@@ -141,7 +186,7 @@ def test_an_interpolation_reaches_the_other_processes_as_it_was_given(monkeypatc
     assert launch.command_of_this_job()[-4:] == ["+cluster=netlab", "+num_nodes=1", given, "hydra.mode=RUN"]
 
 
-FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes", "batch_decoders"}
+FROM_THE_RECIPE = {"root", "global_batch_size", "seed", "num_classes"}
 MODELS = ("alexnet_bn_imagenet", "alexnet", "resnet50")
 
 

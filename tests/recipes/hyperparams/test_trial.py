@@ -1,19 +1,13 @@
 """Trials are real runs of the training recipe: validated, tested if allowed, ended when they have lost."""
 
 import math
-import multiprocessing
-import os
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from recipes.hyperparams.trial import TrainTrial, common_of
-from recipes.hyperparams.trial_log import TrialOutcome
-from recipes.hyperparams.trial_pool import run_safely
-from recipes.hyperparams.trial_ranks import run_on_ranks
+from recipes.cli import launch
+from recipes.hyperparams.processes import run_safely
+from recipes.hyperparams.trial import TrainTrial, settings_of
 from recipes.training.classifier import Classifier
 
 SMALL = (
@@ -33,24 +27,39 @@ SMALL = (
 )
 
 
-def trial(*overrides, limits=(), objective="val/loss", **changes):
-    runner = TrainTrial(base=SMALL, objective=objective, mode="min", run_dir="/nowhere", **changes)
-    return run_safely(runner, overrides, limits)
+@pytest.fixture(autouse=True)
+def _environment_as_it_was(monkeypatch):
+    """Lightning leaves the seed of a trial in the environment, which a process of its own takes with it."""
+    for name in launch.LAUNCH_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def trial(*overrides, ask_pruner=lambda report: False, objective="val/loss"):
+    run_trial = TrainTrial(base=SMALL, objective=objective, run_dir="/nowhere")
+    return run_safely(run_trial, overrides, ask_pruner)
 
 
 def test_a_trial_is_repeatable_and_tested_unless_testing_is_off():
-    import sklearn.datasets  # noqa: F401  sets variables of OpenMP when it is first imported
-
-    before = dict(os.environ)
-    tested, untested = trial("optim.lr=4"), trial("optim.lr=4", "trainer.limit_test_batches=0")
-    assert dict(os.environ) == before  # its seed and its launcher's variables are no other program's
+    reports = []
+    again = []
+    tested = trial("optim.lr=4", ask_pruner=reports.append)
+    untested = trial("optim.lr=4", "trainer.limit_test_batches=0", ask_pruner=again.append)
     assert tested.status == untested.status == "done"
     assert 0 <= tested.metrics["test/acc"] <= 1
     assert "test/acc" not in untested.metrics
     assert tested.value == untested.value == tested.metrics["val/loss"]
-    assert tested.curve == untested.curve
-    assert [fraction for fraction, _ in tested.curve] == [0.5, 1.0]
+    assert reports == again
+    assert [report.percent for report in reports] == [50, 100]
+    assert reports[-1].value == tested.value
     assert tested.metrics["num_steps"] == 4
+
+
+def test_a_trial_that_the_pruner_stops_trains_no_further():
+    stopped = trial("optim.lr=4", ask_pruner=lambda report: True)
+    assert (stopped.status, stopped.value) == ("stopped", None)
+    assert stopped.metrics["num_steps"] == 2
+    assert stopped.reason.endswith("was behind other trials after 50 % of the run")
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial():
@@ -102,31 +111,8 @@ def test_a_loss_that_one_rank_has_lost_ends_the_trial_on_all_at_the_same_step(tw
     assert (one.status, one.metrics["num_steps"]) == (other.status, other.metrics["num_steps"]) == ("diverged", 1)
 
 
-@dataclass(frozen=True)
-class Places:
-    """The outcome has this process's place in the world; `bad`: rank 1 ends so, while the others wait."""
-
-    bad: str = ""
-
-    def __call__(self, overrides, limits):
-        rank = int(os.environ["LOCAL_RANK"])
-        if self.bad:
-            if rank == 1:
-                os._exit(3) if self.bad == "dies" else Path("/nowhere/x").read_text()
-            time.sleep(600)
-        return TrialOutcome(overrides=overrides, status="done", value=rank, metrics={"pid": os.getpid()})
-
-
-@pytest.mark.long
-def test_ranks_of_a_trial_are_processes_of_which_none_is_left_when_one_fails():
-    overrides, before = ("optim.lr=1",), set(multiprocessing.active_children())
-    done = run_on_ranks(Places(), overrides, (), num_ranks=3)
-    assert (done.status, done.value) == ("done", 0)
-    assert done.metrics["pid"] != os.getpid()
-    assert run_on_ranks(Places("fails"), overrides, (), num_ranks=2).reason.startswith("FileNotFoundError")
-    assert run_on_ranks(Places("dies"), overrides, (), num_ranks=2).reason == "the process of rank 1 ended"
-    assert set(multiprocessing.active_children()) == before
-
-
-def test_what_trials_have_in_common_is_all_but_their_own():
-    assert common_of(SMALL, ("optim.lr=1",)) == common_of(SMALL) != common_of((*SMALL, "optim.lr=2"))
+def test_settings_of_trials_change_with_all_that_they_share():
+    settings = settings_of(SMALL, objective="val/loss", mode="min")
+    assert settings == settings_of(SMALL, objective="val/loss", mode="min")
+    assert settings != settings_of((*SMALL, "optim.lr=2"), objective="val/loss", mode="min")
+    assert settings != settings_of(SMALL, objective="val/acc", mode="min")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,18 +9,15 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from torch import nn
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.planning.cost_gloo import Gloo
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
 from recipes.planning import memory_report
-from recipes.planning.gradient_timing import time_gradients
-from recipes.planning.layers import measured_work, work_of
-from recipes.planning.scaling_curve import scaling_point
+from recipes.planning.layers import work_of
 from recipes.planning.scenario import Scenario, Search, rate_of, scenario_of
-from recipes.planning.simulate_report import SimulationReport
+from recipes.planning.simulate_report import SimulationReport, scaling_point
 from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
@@ -199,25 +195,6 @@ def test_a_nodes_input_feeds_all_its_ranks_and_a_part_of_a_node_is_a_smaller_nod
     assert (fed.work().input_s, fed.run().step_s) == (8 * 64 / 256, 2.0)
     parts = [scenario().at(num_ranks).cluster for num_ranks in (2, 9)]
     assert [(part.num_nodes, part.world_size) for part in parts] == [(1, 2), (2, 16)]
-
-
-def test_a_measured_profile_is_what_is_planned_with(tmp_path):
-    """Gradients in the order of backward, times that add up to what was measured, and no other batch."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
-    batch = torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.long)
-    began_s = time.perf_counter()
-    work = time_gradients(net, *batch, dtype=torch.float32, num_steps=3, num_warmup=2)
-    assert 0 < work.alone_s < time.perf_counter() - began_s
-    assert sorted(numel for numel, _ in work.gradients[:2]) == [3, 15]
-    assert sorted(numel for numel, _ in work.gradients[2:]) == [5, 60]
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"work": asdict(work), "batch_size_per_rank": 4}))
-    again = measured_work(path, batch_size=4)
-    assert again == work
-    assert scenario(measured=again, update_s=0.5).work() == replace(work, update_s=0.5)
-    with pytest.raises(ValueError, match=r"`batch_size_per_rank` \(=8\) must be that of the profile, 4"):
-        measured_work(path, batch_size=8)
 
 
 def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():

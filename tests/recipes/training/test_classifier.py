@@ -49,6 +49,33 @@ def rate(trainer, module, optimizer):
     return optimizer.param_groups[0]["lr"]
 
 
+def resumed_rates(ckpt_path, *, max_epochs):
+    module, looks = classifier(warmup_epochs=1.0), at(on_train_batch_start=rate_of_step)
+    trainer = toy.trainer(callbacks=[looks], max_epochs=max_epochs, limit_val_batches=0, precision="32-true")
+    trainer.fit(module, DigitsDataModule(global_batch_size=300, seed=0), ckpt_path=ckpt_path)
+    return trainer, looks.kept["on_train_batch_start"]
+
+
+def rate_of_step(trainer, module, *_):
+    return trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_a_run_that_resumes_to_a_greater_length_follows_its_own_schedule_and_warns(tmp_path, caplog):
+    """`max_epochs=2`, then the same with `max_epochs=3` from its checkpoint."""
+    trainer, _ = resumed_rates(None, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    _, whole = resumed_rates(None, max_epochs=3)
+    with caplog.at_level(logging.WARNING, logger="recipes.training.classifier"):
+        _, rest = resumed_rates(tmp_path / "two.ckpt", max_epochs=3)
+    assert rest == whole[-len(rest) :]
+    assert len(rest) == 4
+    assert "the schedule now has 12 steps instead of 8, and 4 steps of warm-up instead of 4" in caplog.text
+    assert f"after step 8 the learning rate jumps from 0 to {rest[0][1]:g}" in caplog.text
+    caplog.clear()
+    trainer, _ = resumed_rates(None, max_epochs=1)
+    assert "schedule now has" not in caplog.text
+
+
 def test_every_rank_tests_the_network_of_rank_zero(two_ranks):
     """BatchNorm statistics are each rank's own after a step of training; all must judge the ones that are saved."""
     (trained_one, one, accuracy_one), (trained_other, other, accuracy_other) = two_ranks.run(statistics_of_a_test)

@@ -152,10 +152,10 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
     ask = ["recipe=resnet50_8k", "data=synthetic"]
     for name, bits in (("int8", 8), ("int4", 4)):
         strategy = instantiate(configured(*ask, f"strategy.between_nodes.dtype={name}").strategy)
-        assert strategy._comm.dtype_across_nodes.bits == bits
+        assert strategy._options.dtype_across_nodes.bits == bits
     steps = ["strategy/between_nodes=local_steps", "strategy.between_nodes.every=4"]
-    assert instantiate(configured(*ask, *steps).strategy)._comm.local_steps == LocalSteps(every=4)
-    assert instantiate(configured(*ask, "strategy/between_nodes=adasum").strategy)._comm._is_adasum
+    assert instantiate(configured(*ask, *steps).strategy)._options.local_steps == LocalSteps(every=4)
+    assert instantiate(configured(*ask, "strategy/between_nodes=adasum").strategy)._options.is_adasum
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
     with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
         instantiate(pipeline)

@@ -109,7 +109,7 @@ def test_another_configuration_is_refused_by_name_and_what_changes_no_number_is_
             resume.checkpoint(configured(tmp_path, "resume=auto", f"{key}={value}"))
         assert "without `resume`" in str(caught.value)
     assert resume.checkpoint(configured(tmp_path, "resume=auto", "optim.lr=1.5", "~callbacks.configuration"))
-    kept["model"] |= {"_target_": "lightning_hybrid.models.AlexNetBN", "slice_fc": "node"}  # as 0.2 names it
+    kept["model"] |= {"slice_fc": "node"}
     path = saved(tmp_path / "checkpoints", "last.ckpt", 5, callbacks={"Configuration": {"kept": kept}})
     assert resume.checkpoint(configured(tmp_path, "resume=auto")) is not None
     now = resume.saved_configuration(configured(tmp_path))

@@ -28,7 +28,7 @@ def scene(codec, **settings):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("codec", "precision"), CASES)
 def test_no_bit_depends_on_rank_buckets_chunks_or_groups(two_ranks, codec, precision):
-    """Blocks and their noise belong to a gradient: tuning, and DDP's buckets in a resumed step, change nothing."""
+    """Blocks and their noise belong to a gradient: DDP's buckets in a resumed step change nothing."""
     small = CommPlan(bucket_bytes=512, chunk_bytes=256, num_parallel_groups=1, algorithm="flat", num_buckets=1)
     ranks = [fit(two_ranks, precision=precision, comm=Comm(plan=plan), **scene(codec)) for plan in (None, small)]
     first = ranks[0][0]
@@ -81,7 +81,7 @@ def test_an_algorithm_without_a_sum_of_each_node_is_refused_before_training(four
     comm = Comm(plan=CommPlan(algorithm=algorithm))
     for seen in fit(four_ranks, raises=True, comm=comm, **scene("int8") | {"ranks_per_node": 2}):
         assert seen.error.startswith(f"ValueError: `algorithm` (='{algorithm}') has no stage between nodes, and")
-        assert "and such a `strategy.comm.plan` out, or set it to hierarchical." in seen.error
+        assert "and such a `comm.plan` out, or write comm=Comm(algorithm='hierarchical')." in seen.error
         assert not seen.losses
 
 

@@ -54,6 +54,21 @@ def test_a_host_that_has_got_other_weights_is_named_before_a_step(tmp_path: Path
         run.end(name)
 
 
+def test_a_long_run_with_default_options_trains(tmp_path: Path) -> None:
+    """`Trainer(max_steps=2000)`, with no option of the strategy but `elastic`."""
+    warm_context()
+    run = recovery.Hosts(OPTIONS | {"silent_s": 2.0, "val_s": 0.02}, tmp_path, {"end": 2_000, "min_hosts": 2})
+    for host in "ab":
+        run.start(host)
+
+    def both_have_made_ten_steps() -> bool:
+        return all(len(run.steps(host, hosts=2)[0]) >= 10 for host in "ab")
+
+    run.wait("ten steps", both_have_made_ten_steps)
+    for host in "ab":
+        run.end(host)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",

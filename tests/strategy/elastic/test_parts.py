@@ -12,11 +12,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.comm import Topology
+from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.strategy.elastic import held_loggers
 from lightning_hybrid.strategy.elastic.flat_buckets import BufferCopy, flat_buckets
+from lightning_hybrid.strategy.elastic.step_logs import metrics_of
 from recipes.datasets.in_memory.loader import ImageSet, Normalize, TrainLoader
 from tests.netlab.recovery import parts_of
 
@@ -42,8 +45,25 @@ def labels_of(loader: Any) -> list[list[int]]:
     return [batch[1].tolist() for batch in loader]
 
 
+class Reads:
+    """The run that reads a loader: it begins each epoch from its first batch."""
+
+    rank, world_size, seed, accumulate_grad_batches, sets_epochs = 0, NUM_SHARDS, 0, 1, False
+    epoch = -1
+
+    def is_reading(self, holder: Any) -> bool:
+        return True
+
+    def is_within_training(self) -> bool:
+        return True
+
+    def place_of(self, resume: Any) -> Place:
+        self.epoch += 1
+        return Place(self.epoch)
+
+
 def dealt(loader: Any, shards: list[int]) -> ShardLoader:
-    made = ShardLoader(loader, NUM_SHARDS, 0, lambda one: one)
+    made = ShardLoader(loader, Reads(), lambda one: one)
     made.use(shards)
     return made
 
@@ -73,8 +93,8 @@ def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
     from lightning_hybrid.strategy.elastic.elastic_fit import ElasticFit
 
     fit = ElasticFit.__new__(ElasticFit)
-    fit._loader, fit._shards, fit._num_shards = None, [2], NUM_SHARDS  # hosts have met before Lightning asks
-    loader = fit.deal(own_loader(), 0, lambda one: one)
+    fit._loader, fit._shards = None, [2]  # hosts have met before Lightning asks
+    loader = fit.deal(own_loader(), Reads(), lambda one: one)
     assert next(iter(loader))[1].tolist() == labels_of(own_loader(2, NUM_SHARDS))[0]
     assert list(loader._streams) == [2]
 
@@ -120,7 +140,7 @@ def test_shards_are_consecutive_and_all_are_some_ranks() -> None:
 def test_an_order_that_does_not_follow_from_the_epoch_is_refused() -> None:
     data = TensorDataset(torch.arange(8))
     with pytest.raises(ValueError, match="cannot deal the batches of the training loader"):
-        ShardLoader(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), 2, 0, lambda one: one)
+        ShardLoader(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8)), Reads(), lambda one: one)
 
 
 class Notes:
@@ -330,3 +350,19 @@ def test_a_host_that_is_behind_at_the_end_of_an_epoch_has_the_sums_that_its_end_
     shared = behind[1]["training_step.shared"]
     assert (float(shared._forward_cache), shared.has_reset) == (6.0, False)
     assert float(shared.compute()) == (3.0 if is_first else 1.5)
+
+
+def test_what_a_host_takes_goes_to_the_device_of_its_metrics() -> None:
+    """States come by way of the CPU, and the next update adds what is on the metric's device."""
+    ahead, behind = started(), started()
+    for module, _, epoch in (ahead, behind):
+        module.accuracy = MulticlassAccuracy(3)
+        module.accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+        epoch._metrics = metrics_of(module)
+        module.log_step(1.0)
+    behind[0].accuracy.to("meta")
+    behind[1]["training_step.shared"].to("meta")
+    behind[2].take(ahead[2].collected())
+    states = [getattr(behind[0].accuracy, name) for name in behind[0].accuracy._defaults]
+    assert {state.device.type for state in states} == {"meta"}
+    assert behind[1]["training_step.shared"].value.device.type == "meta"

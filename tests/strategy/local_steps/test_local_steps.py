@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid import Comm, LocalSteps, Mean
+from lightning_hybrid import LocalSteps, Mean
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
 from lightning_hybrid.comm.codec.codec import Codec
 from lightning_hybrid.optim import LARS
-from lightning_hybrid.strategy.local_steps import node_average
+from lightning_hybrid.strategy.local_steps import independent_nodes
 from tests import toy
 from tests.scenes import Saves, Spoiled, at, fit, same
 
@@ -53,7 +53,7 @@ def trained_of(module):
 
 def local(ranks, every, options=None, module=None, callbacks=(), **scene):
     between_nodes = LocalSteps(every=every, **(options or {})) if every > 1 else Mean()
-    scene = {"between_nodes": between_nodes, "ranks_per_node": 1, "comm": Comm(tune="off"), **scene}
+    scene = {"between_nodes": between_nodes, "ranks_per_node": 1, **scene}
     callbacks = [at(on_train_batch_end=after_batch), *callbacks]
     return fit(ranks, partial(Toy, **(module or {})), callbacks=callbacks, **scene)
 
@@ -88,8 +88,8 @@ def averaged(algorithm, across=None, chunk_numel=16, is_narrow=False):
         dtype_across_nodes=across,
     )
     tensors = tensors_of_node(topology.nodes.index(topology.node))
-    with patch.object(node_average, "CHUNK_NUMEL", chunk_numel):
-        node_average.NodeAverage(engine).average_(tensors, is_narrow=is_narrow)
+    with patch.object(independent_nodes, "CHUNK_NUMEL", chunk_numel):
+        independent_nodes.NodeAverage(engine).average_(tensors, is_narrow=is_narrow)
     engine.close()
     return tensors
 

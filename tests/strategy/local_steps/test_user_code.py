@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from lightning_hybrid import Comm, LocalSteps
+from lightning_hybrid import LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
 from tests import scenes, toy
@@ -22,7 +22,7 @@ def weights_of(module):
 
 
 def fit(ranks, module, options, **settings):
-    scene = {"between_nodes": LocalSteps(**options), "ranks_per_node": 1, "comm": Comm(tune="off")}
+    scene = {"between_nodes": LocalSteps(**options), "ranks_per_node": 1}
     return scenes.fit(ranks, module, **scene | settings)
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid import Comm
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from tests import scenes
 from tests.scenes import this_rank
@@ -91,7 +90,7 @@ def loader(num, size=NUM_IMAGES):
 
 def fit(ranks, make_optimizer, precision="32-true", is_cut=True, *, num=5, special=None, **scene):
     """What was seen of a fit of one epoch; `special`: of the module."""
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
     options |= {"train": partial(loader, num), "module": partial(Module, make_optimizer, is_cut, **(special or {}))}
     return scenes.fit(ranks, **options | {"precision": precision} | scene)

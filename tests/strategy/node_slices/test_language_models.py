@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_hybrid import Comm
 from lightning_hybrid.optim import LAMB, LARS, param_groups
 from lightning_hybrid.strategy.node_slices.vocabulary import token_losses
 from tests import scenes
@@ -122,7 +121,7 @@ def loader(num_steps=NUM_STEPS):
 
 def fit(ranks, make_optimizer, is_cut=True, *, make_net=Encoder, num_steps=NUM_STEPS, **scene):
     """What was seen of a fit of one epoch, on each rank."""
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     options |= {"train": partial(loader, num_steps), "val": partial(loader, 1)}
     options |= {"module": partial(Module, make_optimizer, is_cut, make_net)}
     return scenes.fit(ranks, **options | scene)

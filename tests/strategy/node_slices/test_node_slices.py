@@ -97,7 +97,7 @@ def test_steps_are_those_of_whole_layers_but_for_rounding(rank_pool, optimizer, 
 
 @pytest.mark.long
 def test_gradients_travel_between_nodes_in_the_dtype_of_the_wire(four_ranks):
-    for dtype in ({"comm": Comm(tune="off", dtype="float16")}, {"between_nodes": Mean(dtype="int8")}):
+    for dtype in ({"comm": Comm(dtype="float16")}, {"between_nodes": Mean(dtype="int8")}):
         for whole, cut in whole_and_cut(four_ranks, sgd, "32-true", **TWO, **dtype):
             assert BOUNDS["32-true"] < difference(cut.weights, whole.weights) < BOUNDS["16-true"]
 

@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_hybrid import Comm
 from lightning_hybrid.placement import BLOCK
 from lightning_hybrid.strategy.shard_update import shard_exchange
 from tests import scenes
@@ -73,7 +72,7 @@ def weights_of(trainer, module, *args):
 
 def fit(ranks, optimizer, precision="16-true", shard_update="node", *, num=4, special=None, **scene):
     """What was seen of a fit of one epoch; `special`: of the module."""
-    options = {"max_epochs": 1, "use_distributed_sampler": False, "comm": Comm(tune="off")}
+    options = {"max_epochs": 1, "use_distributed_sampler": False}
     options |= {"loss_scale": 1024} if precision == "16-true" else {}
     options |= {"module": partial(Sizes, optimizer, **(special or {})), "train": partial(batches, num)}
     return scenes.fit(ranks, shard_update=shard_update, precision=precision, **options | scene)

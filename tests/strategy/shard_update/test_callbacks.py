@@ -10,7 +10,8 @@ import torch
 
 from lightning_hybrid.callbacks import MasterWeightAveraging, ReplicaCheck
 from tests.scenes import Saves, at, same, this_rank
-from tests.strategy.shard_update.shared import Sizes, assert_same, batches, fit, sgd, weights_of
+from tests.strategy.shard_update.shared import Sizes, adamw, assert_same, batches, fit, sgd, weights_of
+from tests.strategy.shard_update.test_sharded_fit import lars
 
 LONG = pytest.mark.long
 
@@ -226,3 +227,35 @@ def test_memory_of_another_dtype_is_refused_by_name(two_ranks):
     callbacks = [at(on_train_batch_end=replace_data)]
     for seen in fit(two_ranks, sgd, "16-true", num=2, callbacks=callbacks, raises=True):
         assert seen.error.startswith("RuntimeError: `weights.6.data` was replaced by a tensor of shape (64, 128, 3, 3)")
+
+
+def replace_optimizer(make, trainer, module):
+    """Go on with an optimizer of another kind from the second epoch on, as a schedule of one's own may."""
+    if trainer.current_epoch == 1:
+        trainer.strategy.optimizers = [make(module)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+@pytest.mark.parametrize("make", [adamw, lars])
+def test_an_optimizer_that_takes_anothers_place_updates_parts_too(two_ranks, make, precision, tmp_path):
+    whole_fit, sharded_fit = (
+        fit(
+            two_ranks,
+            sgd,
+            precision,
+            setting,
+            max_epochs=2,
+            num=2,
+            callbacks=[
+                at(on_train_epoch_start=partial(replace_optimizer, make)),
+                at(on_train_end=weights_of),
+                partial(Saves, tmp_path / f"{setting}.ckpt", epoch=1),
+            ],
+        )
+        for setting in ("off", "node")
+    )
+    for whole, sharded in zip(whole_fit, sharded_fit, strict=True):
+        assert same(whole.weights, sharded.weights)
+        assert same(whole.looks, sharded.looks)
+    files = [torch.load(tmp_path / f"{setting}.ckpt", weights_only=True) for setting in ("off", "node")]
+    assert same(files[0]["optimizer_states"], files[1]["optimizer_states"])

@@ -118,7 +118,7 @@ def num_scattered(trainer, module, *args):
 
 
 def assert_same_and_count(ranks, optimizer, precision, callbacks=(), **scene):
-    scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")}
+    scene |= {"comm": Comm(algorithm="two_level", bucket_bytes=64 * 1024)}
     callbacks = [*callbacks, at(on_train_end=num_scattered)]
     shared = assert_same(ranks, optimizer, precision, callbacks=callbacks, **scene)
     return [seen.looks["on_train_end"][-1] for seen in shared]

@@ -1,0 +1,309 @@
+"""Options of a strategy: parsed and checked once, in the constructor, and then handed on whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hybrid.checks import plain_value, require_choice, require_whole
+from lightning_hybrid.comm import CommPlan
+from lightning_hybrid.comm.codec.codec import Codec
+from lightning_hybrid.precision.loss_scale import LossScale, loss_scale_from
+from lightning_hybrid.strategy.compatibility import refuse_excluded
+from lightning_hybrid.strategy.elastic.option import Elastic
+from lightning_hybrid.strategy.extension import FitContext, FitExtension
+from lightning_hybrid.strategy.options import (
+    Adasum,
+    BetweenNodes,
+    Comm,
+    LocalSteps,
+    Mean,
+    Report,
+    require_value,
+)
+from lightning_hybrid.strategy.registration import STRATEGY_NAME
+
+StrategyKind = Literal["data parallel", "pipeline", "Fabric"]
+ShardUpdate = Literal["off", "node", "world"]
+ExtensionFactory = Callable[[FitContext], FitExtension]
+
+_NAMES_OF_KINDS: dict[StrategyKind, str] = {"pipeline": "a pipeline", "Fabric": "Fabric's strategy"}
+
+_HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+_OPTIONS_OF_THE_STRATEGY = (
+    "module",
+    "device_ids",
+    "output_device",
+    "process_group",
+    "device_mesh",
+    "mixed_precision",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Validated options of a strategy. Make them with `parse`.
+
+    Attributes:
+        kind: The strategy that has the options. Some exclude options.
+        between_nodes: The exchange between nodes.
+        comm: The options of communication.
+        plan: The plan that `comm` gives, until a planner is asked.
+        ranks_per_node: Consecutive ranks that share a node, or None to find out.
+        shard_update: The ranks that share the update of weights.
+        loss_scale: The loss scale for fp16, or None for the default.
+        report: The options of reports.
+        extensions: Factories of the user's extensions.
+        elastic: The options of a run that continues without a lost host, or None.
+        ddp_options: Keyword arguments for `DistributedDataParallel`.
+    """
+
+    kind: StrategyKind
+    between_nodes: BetweenNodes
+    comm: Comm
+    plan: CommPlan
+    ranks_per_node: int | None
+    shard_update: ShardUpdate
+    loss_scale: LossScale | None
+    report: Report
+    extensions: tuple[ExtensionFactory, ...]
+    elastic: Elastic | None
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls,
+        ddp_kwargs: Mapping[str, Any],
+        *,
+        argument_names: Iterable[str],
+        kind: StrategyKind = "data parallel",
+        between_nodes: BetweenNodes = Mean(),  # noqa: B008  frozen
+        comm: Comm = Comm(),  # noqa: B008
+        ranks_per_node: int | None = None,
+        shard_update: ShardUpdate | bool = "off",
+        loss_scale: str | float | LossScale | None = None,
+        report: Report = Report(),  # noqa: B008
+        extensions: Iterable[ExtensionFactory] | None = None,
+        elastic: Elastic | None = None,
+    ) -> StrategyOptions:
+        """Check what a user gave a strategy, before any process group exists.
+
+        Args:
+            ddp_kwargs: The keyword arguments that the strategy does not know.
+            argument_names: The arguments of the strategy, for suggestions in errors.
+            kind: The strategy.
+            between_nodes: As in `HybridAllReduceStrategy`.
+            comm: As in `HybridAllReduceStrategy`.
+            ranks_per_node: As in `HybridAllReduceStrategy`.
+            shard_update: As in `HybridAllReduceStrategy`.
+            loss_scale: As in `HybridAllReduceStrategy`.
+            report: As in `HybridAllReduceStrategy`.
+            extensions: As in `HybridAllReduceStrategy`.
+            elastic: As in `HybridAllReduceStrategy`.
+
+        Raises:
+            ValueError: An option does not exist, has a value that cannot work, or excludes another one.
+        """
+        refuse_unknown_options(ddp_kwargs, argument_names)
+        require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
+        require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
+        require_value("report", report, (Report,), "Report(trace_dir='traces')")
+        if elastic is not None:
+            require_value("elastic", elastic, (Elastic,), "Elastic(max_hosts=4, meet='10.0.0.1:29400')")
+
+        ddp_options = dict(ddp_kwargs)
+        comm = _with_bucket_cap(comm, ddp_options.pop("bucket_cap_mb", None))
+        plan = comm.made_plan()
+        ddp_options["bucket_cap_mb"] = plan.bucket_bytes / 2**20
+        if elastic is not None:
+            _leave_buffers_to_elastic(ddp_options)
+
+        parsed_scale = None
+        if loss_scale is not None:
+            parsed_scale = loss_scale_from(loss_scale)
+
+        options = cls(
+            kind=kind,
+            between_nodes=between_nodes,
+            comm=comm,
+            plan=plan,
+            ranks_per_node=_parse_ranks_per_node(ranks_per_node),
+            shard_update=_parse_shard_update(shard_update),
+            loss_scale=parsed_scale,
+            report=report,
+            extensions=_parse_extensions(extensions),
+            elastic=elastic,
+            ddp_options=ddp_options,
+        )
+        refuse_excluded(options.features())
+        return options
+
+    @property
+    def is_adasum(self) -> bool:
+        """Whether node leaders combine gradients by Adasum."""
+        return isinstance(self.between_nodes, Adasum)
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The options of steps that nodes take on their own, or None."""
+        if isinstance(self.between_nodes, LocalSteps):
+            return self.between_nodes
+        return None
+
+    @property
+    def dtype_across_nodes(self) -> torch.dtype | Codec | None:
+        """The dtype or codec of sums between nodes, or None for that of sums in the node."""
+        return self.between_nodes.on_wire
+
+    @property
+    def has_error_feedback(self) -> bool:
+        """Whether rounding errors of a codec are added to the sums of the next step."""
+        codec = self.dtype_across_nodes
+        return isinstance(codec, Codec) and codec.error_feedback
+
+    @property
+    def trace_dir(self) -> str | None:
+        """The folder of timelines, or None."""
+        if self.report.trace_dir is None:
+            return None
+        return os.fspath(self.report.trace_dir)
+
+    def features(self) -> dict[str, str]:
+        """Return the features that the options ask for, by the names of `compatibility.CURES`, with their texts."""
+        between_nodes = f"`between_nodes` (={self.between_nodes!r})"
+        features: dict[str, str] = {}
+        if self.is_adasum:
+            features["adasum"] = between_nodes
+        if self.local_steps is not None:
+            features["local steps"] = between_nodes
+        if isinstance(self.dtype_across_nodes, Codec):
+            features["codec"] = between_nodes
+        if self.has_error_feedback:
+            features["error feedback"] = between_nodes
+        if self.shard_update != "off":
+            features["shard update"] = f"`shard_update` (={self.shard_update!r})"
+        if self.shard_update == "world":
+            features["world update"] = "`shard_update` (='world')"
+        if self.comm.planner is not None:
+            features["planner"] = f"`comm.plan` (=a {type(self.comm.planner).__name__})"
+        if self.plan.algorithm not in ("auto", "hierarchical"):
+            features["algorithm"] = f"`comm.algorithm` (={self.plan.algorithm!r})"
+        if self.ddp_options.get("find_unused_parameters"):
+            features["unused parameters"] = "`find_unused_parameters` (=True)"
+        if self.extensions:
+            features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
+        if self.elastic is not None:
+            features["elastic"] = f"`elastic` (={self.elastic!r:.80})"
+        if self.ranks_per_node is not None:
+            features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
+        if self.kind in _NAMES_OF_KINDS:
+            features[self.kind] = _NAMES_OF_KINDS[self.kind]
+        return features
+
+
+def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
+    """Return `comm` with the bucket size that the user gave in the form of DDP, in MiB."""
+    bucket_cap_mb = plain_value(bucket_cap_mb)
+    if bucket_cap_mb is None:
+        return comm
+    if comm.bucket_bytes is not None:
+        raise ValueError(
+            f"`bucket_cap_mb` (={bucket_cap_mb}) and `comm.bucket_bytes` (={comm.bucket_bytes}) say the same thing. "
+            "Keep `comm.bucket_bytes`."
+        )
+    return replace(comm, bucket_bytes=int(bucket_cap_mb * 2**20))
+
+
+def _leave_buffers_to_elastic(ddp_options: dict[str, Any]) -> None:
+    """Turn DDP's broadcast of buffers off: an elastic run shares them over all hosts by itself."""
+    ddp_options.pop("broadcast_buffers", None)
+    name = "broadcast_buffers"
+    # torch 2.15 warns of the old name.
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        name = "forward_sync_buffers"
+    ddp_options[name] = False
+
+
+def _parse_ranks_per_node(ranks_per_node: Any) -> int | None:
+    number: int | None = plain_value(ranks_per_node)
+    if number is not None:
+        require_whole("ranks_per_node", number, "it counts ranks. Leave `ranks_per_node` out to have nodes found")
+    return number
+
+
+def _parse_shard_update(shard_update: Any) -> ShardUpdate:
+    why = "which ranks share masters and optimizer state. Write shard_update='node', or leave it out"
+    require_choice("shard_update", shard_update, ("off", "node", "world", False), why)
+    # YAML reads `off` as a boolean.
+    parsed: ShardUpdate = shard_update or "off"
+    return parsed
+
+
+def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
+    if extensions is None:
+        return ()
+    factories: tuple[Any, ...] = ()
+    is_list = isinstance(extensions, Iterable)
+    if is_list:
+        factories = tuple(extensions)
+    if not is_list or not all(callable(factory) for factory in factories):
+        raise ValueError(
+            f"`extensions` (={extensions!r:.120}) must be a list and must hold what makes extensions, such as "
+            "classes or `functools.partial(LogsNorm, every=10)`: each fit in each process gets its own. Write "
+            "extensions=[LogsNorm], without a call."
+        )
+    return factories
+
+
+def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str]) -> None:
+    """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
+
+    Args:
+        ddp_kwargs: The arguments to check.
+        argument_names: The arguments of the strategy, for suggestions.
+
+    Raises:
+        ValueError: One is not. The error names the option that is spelt most alike.
+    """
+    own_names = [name for name in argument_names if name != "ddp_kwargs"]
+    # Lightning passes every unknown keyword on, and DDP would refuse it only after the process group was made.
+    ddp_names = list(inspect.signature(DistributedDataParallel).parameters)
+    for name, value in ddp_kwargs.items():
+        if name in _HOOK_OPTIONS:
+            if value is None:  # Lightning's own default
+                continue
+            raise ValueError(
+                f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
+                "hook. In place of fp16_compress_hook give comm=Comm(dtype='float16'), in place of bf16_compress_hook "
+                "comm=Comm(dtype='bfloat16'), in place of averages of models between_nodes=LocalSteps(every=8); for "
+                "another hook, such as PowerSGD, use strategy='ddp'."
+            )
+        if name in _OPTIONS_OF_THE_STRATEGY:
+            raise ValueError(f"`{name}` cannot be given: the strategy sets it for DistributedDataParallel.")
+        if name not in ddp_names:
+            suggestion = _suggestion(name, [*own_names, *ddp_names])
+            raise ValueError(
+                f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
+                f"{suggestion} Options: {', '.join(own_names)}."
+            )
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    """Return a sentence with the option, or the field of an option, that is spelt most alike; empty if none is."""
+    fields: dict[str, str] = {}
+    for argument, option_types in (("between_nodes", (Mean, LocalSteps)), ("comm", (Comm,)), ("report", (Report,))):
+        for option_type in option_types:
+            for option_field in dataclasses.fields(option_type):
+                fields[option_field.name] = f"{argument}={option_type.__name__}({option_field.name}=...)"
+    matches = difflib.get_close_matches(name, [*names, *fields], n=1)
+    if not matches:
+        return ""
+    return f" Did you mean `{fields.get(matches[0], matches[0])}`?"

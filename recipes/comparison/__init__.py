@@ -1,0 +1,1 @@
+"""Comparison of ways to train: arms, their fits in an Optuna journal, and paired statistics."""

@@ -1,0 +1,190 @@
+"""Fits of `recipes/train.py`'s configurations, each in a process of its own that ends with this one."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+Stage = Literal["validate", "test"]
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """Fit that is asked for.
+
+    Attributes:
+        overrides: Overrides of `recipes/train.py`.
+        run_dir: Folder of its checkpoints, from which an interrupted fit continues.
+        stage: Images on which the accuracy of the final weights is measured.
+    """
+
+    overrides: tuple[str, ...]
+    run_dir: str
+    stage: Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """Result of a fit.
+
+    Attributes:
+        accuracy: Accuracy of the final weights, from 0 to 1; that of guessing where the fit diverged.
+        num_steps: Optimizer steps.
+        core_s: Seconds of processor time; of a continued fit those since it was continued.
+        divergence: Error that says how it diverged; empty if it did not.
+    """
+
+    accuracy: float
+    num_steps: int
+    core_s: float
+    divergence: str = ""
+
+
+class FitError(RuntimeError):
+    """Error of a fit that says nothing about its accuracy, such as a wrong key; its message is the fit's own."""
+
+
+def check(requests: Sequence[FitRequest]) -> None:
+    """Compose and check each configuration, without building anything but the data modules.
+
+    Raises:
+        ValueError: A key is unknown, a value cannot stand there, or the images are missing.
+    """
+    from hydra.utils import instantiate
+
+    from recipes.cli import config_check
+    from recipes.training import keys
+
+    for request in requests:
+        cfg = _composed(request)
+        config_check.check(cfg, keys.TRAIN_KEYS)
+        instantiate(cfg.data)
+
+
+def fit(request: FitRequest) -> FitResult:
+    """Fit, from the last checkpoint in its folder if there is one, and measure the accuracy of the final weights."""
+    from lightning_hybrid.callbacks import metrics as m
+    from lightning_hybrid.callbacks.numerics import NonFiniteLossError
+    from lightning_hybrid.precision.skipped_steps import EndlessOverflowError
+    from recipes.training import resume
+    from recipes.training.build import build
+
+    # A line about devices and loaders for each fit would bury what the study prints.
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    cfg = _composed(request)
+    ckpt_path = resume.checkpoint(cfg)
+    trainer, module, data = build(cfg, ckpt_path)
+    divergence = ""
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+    except (NonFiniteLossError, EndlessOverflowError) as error:
+        divergence = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if divergence:
+        accuracy = 1 / cfg.model.num_classes
+    elif request.stage == "validate":
+        accuracy = float(trainer.validate(module, data, verbose=False)[0][m.VAL_ACC])
+    else:
+        accuracy = float(trainer.test(module, data, verbose=False)[0][m.TEST_ACC])
+    return FitResult(
+        accuracy=accuracy,
+        num_steps=trainer.global_step,
+        core_s=round(time.process_time(), 1),
+        divergence=divergence,
+    )
+
+
+def _composed(request: FitRequest) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    from recipes.cli import launch
+
+    launch.register_resolvers()
+    launch.ignore_lightning_warnings()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[*request.overrides, f"run_dir='{request.run_dir}'", "resume=auto"])
+
+
+class FitPool:
+    """Pool of threads that each run one task at a time in a new process, of which none outlives this process.
+
+    A new process for each fit: nothing that one leaves behind, such as a seed in the environment, reaches the next.
+
+    Args:
+        num_workers: Tasks at a time.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.executor = ThreadPoolExecutor(num_workers)
+        self._processes: set[BaseProcess] = set()
+        self._is_stopped = False
+
+    def __enter__(self) -> FitPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_stopped = True
+        for process in list(self._processes):
+            if kind is not None and not issubclass(kind, KeyboardInterrupt):  # Ctrl-C has reached them too
+                process.terminate()
+        self.executor.shutdown(cancel_futures=True)
+
+    def call(self, function: Callable[..., Any], argument: Any) -> Any:
+        """Return what a function returns in a new process.
+
+        Raises:
+            FitError: The function raised an error, or its process died.
+        """
+        if self._is_stopped:
+            raise FitError("the pool is stopped")
+        context = multiprocessing.get_context("spawn")  # a fork would inherit threads in an unknown state
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(function, argument, sender))
+        process.start()
+        self._processes.add(process)
+        sender.close()  # only the child holds its end: `recv` raises EOFError when the child dies
+        try:
+            result, error = receiver.recv()
+        except EOFError:
+            process.join()
+            result = None
+            error = f"the process of a fit ended with exit code {process.exitcode}"
+        process.join()
+        self._processes.discard(process)
+        if error:
+            raise FitError(error)
+        return result
+
+
+def _work(function: Callable[..., Any], argument: Any, sender: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        result = function(argument)
+    except Exception as error:
+        from recipes.cli.launch import message_of
+
+        sender.send((None, message_of(error)))
+    else:
+        sender.send((result, ""))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

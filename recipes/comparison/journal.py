@@ -1,0 +1,217 @@
+"""Fits of a study in an Optuna journal: what ended is never run again, what was interrupted continues."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from recipes.comparison.arms import Cell, Point, StudyPlan, point_overrides
+from recipes.comparison.fits import FitPool, FitRequest, FitResult, Stage, fit
+
+INDEX, CORE_S, NUM_STEPS, DIVERGENCE, SETTINGS = "index", "core_s", "num_steps", "divergence", "settings"
+"""Names of attributes in the journal: of a trial, and of a study."""
+
+
+@contextmanager
+def only_user_of(folder: Path) -> Iterator[None]:
+    """Hold the lock of a study's folder.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when the process ends, however it does
+        except BlockingIOError:
+            raise ValueError(
+                f"`hydra.run.dir` (={folder}) must not be in use by another study. Wait for that one, or set another "
+                "hydra.run.dir."
+            ) from None
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """Cell whose tests have ended.
+
+    Attributes:
+        point: Values that were chosen.
+        accuracies: Test accuracy in %, by seed.
+        num_steps: Optimizer steps of a test fit.
+        num_diverged: Test fits that diverged, which count as guessing.
+        core_s: Seconds of processor time of all fits.
+    """
+
+    point: Point
+    accuracies: Mapping[int, float]
+    num_steps: int
+    num_diverged: int
+    core_s: float
+
+
+class StudyJournal:
+    """Journal of a study and the fits that it still lacks; only one process may use a folder at a time.
+
+    Each cell has two Optuna studies, `<cell>/tuning` and `<cell>/testing`. All their trials are enqueued beforehand,
+    so that points are the same for every arm, and depend neither on the number of workers nor on an interruption.
+
+    Args:
+        folder: Folder of the journal and of the fits.
+        plan: What is compared.
+        pool: Runs the fits.
+        tell: Is called with a line for each fit that ended.
+        run: Runs one fit in a process of the pool.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: StudyPlan,
+        pool: FitPool,
+        *,
+        tell: Callable[[str], None] = print,
+        run: Callable[[FitRequest], FitResult] = fit,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder = folder
+        self.plan = plan
+        self.pool = pool
+        self.tell = tell
+        self.run = run
+        path = folder / "journal.jsonl"
+        _drop_half_line(path)
+        self.storage = JournalStorage(JournalFileBackend(str(path)))
+
+    def tune(self, cell: Cell) -> Point:
+        """Run the tuning fits of a cell that are missing, and return the point with the best accuracy."""
+        overrides = self.plan.tuning_overrides(cell)
+        study = self._study(cell, "tuning", {"overrides": list(overrides), "axes": dict(self.plan.arms[cell.arm].axes)})
+        _enqueue(study, dict(enumerate(self.plan.points(cell))))
+
+        def request(trial: optuna.Trial) -> FitRequest:
+            point = {}
+            for axis, (low, high) in self.plan.arms[cell.arm].axes.items():
+                point[axis] = trial.suggest_float(axis, low, high, log=True)
+            return self._request(cell, trial, (*overrides, *point_overrides(point)), "validate")
+
+        self._run_waiting(study, request)
+        trials = list(_complete(study).values())
+        best = max(trials, key=lambda trial: (trial.value, -trial.user_attrs[INDEX]))
+        return dict(best.params)
+
+    def test(self, cell: Cell, point: Point) -> CellResult:
+        """Run the test fits of a cell that are missing, and return what all of them gave."""
+        overrides = self.plan.testing_overrides(cell, point)
+        study = self._study(cell, "testing", {"overrides": list(overrides)})
+        _enqueue(study, {seed: {"seed": seed} for seed in self.plan.testing.seeds})
+
+        def request(trial: optuna.Trial) -> FitRequest:
+            seed = trial.suggest_int("seed", 0, 2**31)
+            return self._request(cell, trial, (*overrides, f"seed={seed}"), "test")
+
+        self._run_waiting(study, request)
+        trials = _complete(study)
+        accuracies = {}
+        for seed in self.plan.testing.seeds:
+            accuracies[seed] = 100 * float(trials[seed].value or 0.0)
+        tests = [trials[seed] for seed in self.plan.testing.seeds]
+        tuning = optuna.load_study(study_name=f"{cell.name}/tuning", storage=self.storage)
+        core_s = 0.0
+        for trial in [*tests, *_complete(tuning).values()]:
+            core_s += trial.user_attrs[CORE_S]
+        return CellResult(
+            point=point,
+            accuracies=accuracies,
+            num_steps=max(trial.user_attrs[NUM_STEPS] for trial in tests),
+            num_diverged=sum(1 for trial in tests if trial.user_attrs[DIVERGENCE]),
+            core_s=core_s,
+        )
+
+    def _study(self, cell: Cell, phase: str, settings: Mapping[str, Any]) -> optuna.Study:
+        name = f"{cell.name}/{phase}"
+        study = optuna.create_study(study_name=name, storage=self.storage, direction="maximize", load_if_exists=True)
+        known = study.user_attrs.get(SETTINGS)
+        now = {key: _plain(value) for key, value in settings.items()}
+        if known is None:
+            study.set_user_attr(SETTINGS, now)
+        elif known != now:
+            raise ValueError(
+                f"`hydra.run.dir` (={self.folder}) holds fits of `{name}` with other settings, {known} in place of "
+                f"{now}, and they must not be mixed. Set everything as it was, or set another hydra.run.dir."
+            )
+        return study
+
+    def _request(self, cell: Cell, trial: optuna.Trial, overrides: tuple[str, ...], stage: Stage) -> FitRequest:
+        run_dir = self.folder / "fits" / cell.name / f"{stage}_{trial.user_attrs[INDEX]}"
+        return FitRequest(overrides=overrides, run_dir=str(run_dir), stage=stage)
+
+    def _run_waiting(self, study: optuna.Study, request: Callable[[optuna.Trial], FitRequest]) -> None:
+        """Run all trials that are enqueued, as many at a time as there are workers."""
+        trials: dict[Future[FitResult], optuna.Trial] = {}
+        for _ in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            trial = study.ask()
+            future = self.pool.executor.submit(self.pool.call, self.run, request(trial))
+            trials[future] = trial
+        for future in as_completed(trials):
+            result = future.result()
+            trial = trials[future]
+            trial.set_user_attr(CORE_S, result.core_s)
+            trial.set_user_attr(NUM_STEPS, result.num_steps)
+            trial.set_user_attr(DIVERGENCE, result.divergence)
+            study.tell(trial, result.accuracy)
+            self.tell(
+                f"{study.study_name} {trial.user_attrs[INDEX]} {trial.params}: {result.accuracy:.2%} "
+                f"{result.divergence} {result.core_s:.0f} s"
+            )
+
+
+def _enqueue(study: optuna.Study, trials: Mapping[int, Mapping[str, Any]]) -> None:
+    """Enqueue the trials that have neither ended nor wait; those that a kill interrupted are enqueued again."""
+    indices = set()
+    for trial in study.get_trials(deepcopy=False):
+        if trial.state == TrialState.RUNNING:  # of a process that was killed: this one has the folder for itself
+            study.tell(trial.number, state=TrialState.FAIL)
+        elif trial.state in (TrialState.COMPLETE, TrialState.WAITING):
+            indices.add(trial.user_attrs[INDEX])
+    for index, params in trials.items():
+        if index not in indices:
+            study.enqueue_trial(dict(params), user_attrs={INDEX: index})
+
+
+def _complete(study: optuna.Study) -> dict[int, FrozenTrial]:
+    """Return the trials that ended, by their index."""
+    trials = {}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        trials[trial.user_attrs[INDEX]] = trial
+    return trials
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON gives it back: with lists for tuples."""
+    if isinstance(value, Mapping):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    return value
+
+
+def _drop_half_line(path: Path) -> None:
+    """Remove the end of a journal whose last line was cut by a kill, which Optuna would refuse after the next line."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    length = content.rfind(b"\n") + 1
+    if length < len(content):
+        os.truncate(path, length)

@@ -1,0 +1,73 @@
+"""Paired differences of accuracies with intervals, and a test of equivalence."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy.stats import t as student_t
+
+Verdict = Literal["equal", "better", "worse", "open"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """90 % interval of a mean, by Student's t: mean ± t(0.95, n - 1) * s / sqrt(n).
+
+    Attributes:
+        mean: Mean.
+        half: Half the length; inf for a single value, which says nothing about the spread.
+    """
+
+    mean: float
+    half: float
+
+    @property
+    def low(self) -> float:
+        """Lower end."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """Upper end."""
+        return self.mean + self.half
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Return the interval of a sample's mean.
+
+    >>> interval = interval_of([0.1, 0.2, 0.3])
+    >>> round(interval.mean, 6), round(interval.half, 6)
+    (0.2, 0.168585)
+    """
+    half = float("inf")
+    if len(values) > 1:
+        half = float(student_t.ppf(0.95, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return Interval(mean=statistics.mean(values), half=half)
+
+
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
+    """Return the interval of the differences to a reference over the seeds that both have; None without any."""
+    differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
+    return interval_of(differences) if differences else None
+
+
+def verdict(difference: Interval, margin: float) -> Verdict:
+    """Return what a paired difference shows at the 5 % level.
+
+    `equal`: the interval lies within ± `margin`, which is TOST, two one-sided tests (Schuirmann 1987). `better`,
+    `worse`: it does not hold zero. `open`: neither can be said from so few runs. A small difference may be `equal` and
+    yet not zero.
+
+    >>> [verdict(Interval(mean, 0.2), margin=0.3) for mean in (0.05, 1.0, -1.0, 0.15)]
+    ['equal', 'better', 'worse', 'open']
+    """
+    if -margin < difference.low and difference.high < margin:
+        return "equal"
+    if difference.low > 0:
+        return "better"
+    if difference.high < 0:
+        return "worse"
+    return "open"

@@ -1,0 +1,127 @@
+"""Fashion-MNIST: 70,000 grey images of clothes, 28 x 28 pixels, 10 classes, read from the four published files.
+
+    60,000 training images -> train, of which some may be held out as validation images
+    10,000 test images     -> test; validation too, where no training image is held out
+
+Xiao et al. 2017, arXiv:1708.07747, MIT licence. Debian has it as the package `dataset-fashion-mnist`; nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+from lightning_hybrid.checks import require_whole
+from recipes.datasets.fashion_mnist_files import DEBIAN_FOLDER, check_files, content_of
+from recipes.datasets.in_memory.datamodule import InMemoryDataModule
+from recipes.datasets.in_memory.loader import ImageSet
+
+NUM_CLASSES = 10
+IMAGE_SIZE = 28
+NUM_TRAIN = 60_000
+SPLIT_SEED = 0  # of the held-out images alone: they are the same in every run
+
+
+def array_of(content: bytes) -> Tensor:
+    """Return the array in the content of an IDX file of bytes, uint8.
+
+    The format: two zeros, 8 for "unsigned byte", the number of dimensions, the size of each as a big-endian 32-bit
+    number, the values.
+
+    >>> array_of(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6]))
+    tensor([[1, 2, 3],
+            [4, 5, 6]], dtype=torch.uint8)
+
+    Raises:
+        ValueError: The content is no such file.
+    """
+    num_dims = content[3] if len(content) >= 4 else 0
+    first_value = 4 + 4 * num_dims
+    if content[:3] != b"\0\0\x08" or num_dims == 0 or len(content) < first_value:
+        raise ValueError(
+            f"`content` (={content[:8]!r}...) must begin as an IDX file of unsigned bytes. Give a file as published."
+        )
+    shape = struct.unpack(f">{num_dims}I", content[4:first_value])
+    values = np.frombuffer(content, np.uint8, offset=first_value)
+    if len(values) != prod(shape):
+        raise ValueError(
+            f"`content` (={len(values)} values) must have as many values as its header says, "
+            f"{' x '.join(map(str, shape))}. Give a file as published."
+        )
+    return torch.from_numpy(values.reshape(shape).copy())
+
+
+def image_set_of(root: str | Path, name: str) -> ImageSet:
+    """Read the images and labels of one part of the set, `train` or `t10k`."""
+    images = array_of(content_of(root, f"{name}-images-idx3-ubyte.gz"))
+    labels = array_of(content_of(root, f"{name}-labels-idx1-ubyte.gz"))
+    return ImageSet(images=images[:, None], labels=labels.long())
+
+
+class FashionMNISTDataModule(InMemoryDataModule):
+    """A data module of Fashion-MNIST, 28 x 28.
+
+    Args:
+        root: Folder with the four files, each `.gz`.
+        num_held_out: Training images that are not trained on and become the validation images, the same ones in every
+            run, each class with its share. 0: all are trained on, and validation sees the test images, as on ImageNet.
+        global_batch_size, seed, shift_pixels, eval_batch_size_per_rank: As in `InMemoryDataModule`.
+
+    Raises:
+        ValueError: A file is missing, or as `InMemoryDataModule`; in `setup`, a file has another checksum.
+    """
+
+    num_classes = NUM_CLASSES
+    image_shape = (1, IMAGE_SIZE, IMAGE_SIZE)
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        seed: int,
+        root: str = DEBIAN_FOLDER,
+        shift_pixels: int = 2,
+        eval_batch_size_per_rank: int = 500,
+        num_held_out: int = 0,
+    ) -> None:
+        require_whole("num_held_out", num_held_out, "it counts images. Set data.num_held_out=10000", least=0)
+        if num_held_out >= NUM_TRAIN:
+            raise ValueError(
+                f"`num_held_out` (={num_held_out}) must be below the number of training images (={NUM_TRAIN}). Set "
+                "data.num_held_out=10000."
+            )
+        check_files(root)
+        self.root = root
+        self.num_held_out = num_held_out
+        self.num_train = NUM_TRAIN - num_held_out
+        super().__init__(
+            global_batch_size=global_batch_size,
+            seed=seed,
+            shift_pixels=shift_pixels,
+            eval_batch_size_per_rank=eval_batch_size_per_rank,
+        )
+
+    def load(self) -> dict[str, ImageSet]:
+        """Read the files, and hold out the validation images."""
+        train = image_set_of(self.root, "train")
+        test = image_set_of(self.root, "t10k")
+        if self.num_held_out == 0:
+            return {"train": train, "val": test, "test": test}
+        trained, held_out = train_test_split(
+            np.arange(len(train.labels)),
+            test_size=self.num_held_out,
+            stratify=train.labels.numpy(),
+            random_state=SPLIT_SEED,
+        )
+        return {
+            "train": ImageSet(train.images[trained], train.labels[trained]),
+            "val": ImageSet(train.images[held_out], train.labels[held_out]),
+            "test": test,
+        }

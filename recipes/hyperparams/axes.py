@@ -1,0 +1,129 @@
+"""Axes of a search: configuration keys, each with a range of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from optuna.distributions import FloatDistribution
+
+MAX_VALUES = 1000
+"""Largest number of grid values of an axis (our choice): every value is a training run."""
+
+Point = dict[str, float]
+"""Value of each key that is searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """Evenly spaced values of one configuration key, on a logarithmic or a linear scale.
+
+    Raises:
+        ValueError: The range is empty, it holds a single value, or a logarithmic range reaches zero.
+
+    >>> Axis(key="optim.lr", low=0.01, high=100.0, num=5).values()
+    [0.01, 0.1, 1.0, 10.0, 100.0]
+    """
+
+    key: str
+    low: float
+    high: float
+    num: int
+    scale: Literal["log", "linear"] = "log"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("log", "linear"):
+            raise ValueError(f"`axes.{self.key}.scale` (={self.scale!r}) must be log or linear.")
+        if not self.low < self.high:
+            raise ValueError(
+                f"`axes.{self.key}.low` (={self.low}) must be below `high` (={self.high}): there is nothing to search. "
+                f"To fix the key, give it to the trials: trial=[...,{self.key}={self.low}]."
+            )
+        if not isinstance(self.num, int) or not 2 <= self.num <= MAX_VALUES:
+            raise ValueError(
+                f"`axes.{self.key}.num` (={self.num}) must be a whole number of values from 2 to {MAX_VALUES}: each is "
+                f"a training run. Set axes.{self.key}.num=4."
+            )
+        if self.scale == "log" and self.low <= 0:
+            raise ValueError(
+                f"`axes.{self.key}.low` (={self.low}) must be above zero on a logarithmic scale. Raise it, or set "
+                f"axes.{self.key}.scale=linear."
+            )
+
+    @property
+    def spacing(self) -> float:
+        """Step from one grid value to the next: a factor on the logarithmic scale, otherwise a difference."""
+        if self.scale == "log":
+            return float((self.high / self.low) ** (1 / (self.num - 1)))
+        return (self.high - self.low) / (self.num - 1)
+
+    def shifted(self, value: float, num_steps: float) -> float:
+        """Return the value `num_steps` grid steps above `value`, to six digits.
+
+        >>> Axis(key="lr", low=0.01, high=100.0, num=3).shifted(1.0, -0.5)
+        0.1
+        """
+        shifted = value + self.spacing * num_steps
+        if self.scale == "log":
+            shifted = value * self.spacing**num_steps
+        return float(f"{shifted:.6g}")
+
+    def values(self) -> list[float]:
+        """Return the grid values from `low` to `high`."""
+        return [self.shifted(self.low, index) for index in range(self.num)]
+
+    def is_edge(self, value: float) -> bool:
+        """Return whether a better value may lie outside of the range."""
+        return value <= self.low or value >= self.high
+
+    def distribution(self) -> FloatDistribution:
+        """Return the range from `low` to `high`."""
+        return FloatDistribution(self.low, self.high, log=self.scale == "log")
+
+    def widened(self) -> Axis:
+        """Return the axis with another grid value below and above."""
+        low = self.shifted(self.low, -1)
+        high = self.shifted(self.high, 1)
+        return replace(self, low=low, high=high, num=self.num + 2)
+
+
+def axes_from(config: Mapping[str, Any], *, parent: str = "") -> list[Axis]:
+    """Create axes from nested configuration keys. A mapping with `low` or `high` is an axis.
+
+    Raises:
+        ValueError: There is no axis, or a value stands where an axis should be.
+
+    >>> axes_from({"optim": {"lr": {"low": 0.1, "high": 10.0, "num": 3}}})
+    [Axis(key='optim.lr', low=0.1, high=10.0, num=3, scale='log')]
+    """
+    axes: list[Axis] = []
+    for name, value in config.items():
+        key = f"{parent}{name}"
+        if not isinstance(value, Mapping):
+            raise ValueError(f"`axes.{key}` (={value}) must be an axis, such as {{low: 0.1, high: 10.0, num: 3}}.")
+        if "low" in value or "high" in value:
+            axes.append(_axis(key, value))
+        else:
+            axes.extend(axes_from(value, parent=f"{key}."))
+    if not axes and not parent:
+        raise ValueError("`axes` (={}) must name what to search, such as +axes.optim.lr={low:0.1,high:10.0,num:3}.")
+    return axes
+
+
+def _axis(key: str, options: Mapping[str, Any]) -> Axis:
+    missing = {"low", "high", "num"} - set(options)
+    unknown = set(options) - {"low", "high", "num", "scale"}
+    wrong = sorted(missing) + sorted(unknown)
+    if wrong:
+        raise ValueError(f"`axes.{key}` (={options}) must have low, high and num, may have scale; see {wrong[0]}.")
+    return Axis(key=key, **options)
+
+
+def overrides_of(point: Mapping[str, float]) -> tuple[str, ...]:
+    """Format a point as overrides of the command line.
+
+    >>> overrides_of({"optim.lr": 0.5, "optim.weight_decay": 1e-4})
+    ('optim.lr=0.5', 'optim.weight_decay=0.0001')
+    """
+    return tuple(f"{key}={value:.6g}" for key, value in point.items())

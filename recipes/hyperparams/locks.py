@@ -1,0 +1,49 @@
+"""Locks by which processes that share a search know which trials run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class TrialLocks:
+    """Locks of the trials that run, a byte of a file for each.
+
+    The kernel releases them when the process ends, however it ends.
+
+    Args:
+        path: File; created if missing. One object of this class per process and path, because closing the file once
+            releases all locks of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)  # closed when the process ends
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep other processes from starting a trial, to which this one might give the same point."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0, os.SEEK_SET)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0, os.SEEK_SET)
+
+    def hold(self, number: int) -> None:
+        """Lock a trial."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number + 1, os.SEEK_SET)
+
+    def release(self, number: int) -> None:
+        """Unlock a trial."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number + 1, os.SEEK_SET)
+
+    def is_held_elsewhere(self, number: int) -> bool:
+        """Return whether another process runs a trial, which must not be one of this process."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number + 1, os.SEEK_SET)
+        except OSError:
+            return True
+        self.release(number)
+        return False

@@ -1,0 +1,73 @@
+"""Outcome of a trial, and the order of trials from the best to the worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+Status = Literal["done", "stopped", "diverged", "failed"]
+
+STATES: dict[Status, TrialState] = {
+    "done": TrialState.COMPLETE,
+    "stopped": TrialState.PRUNED,
+    "diverged": TrialState.PRUNED,
+    "failed": TrialState.FAIL,
+}
+"""Optuna's state of a trial for each status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Result of one trial.
+
+    Attributes:
+        status: `done`; `stopped` early by the pruner; `diverged`, a loss that is not finite, or an accuracy that is no
+            better than guessing at the end; `failed`, an error.
+        reason: Why the trial is not done.
+        value: Objective of a trial that is done.
+        metrics: All that was measured at the end.
+    """
+
+    status: Status
+    reason: str = ""
+    value: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def status_of(trial: FrozenTrial) -> Status:
+    """Return the status of a trial that has ended."""
+    status: Status = trial.user_attrs["status"]
+    return status
+
+
+def was_interrupted(trial: FrozenTrial) -> bool:
+    """Return whether the process of a trial ended before the trial did, so that it has to run again."""
+    # A trial that fails by itself says so before its state changes.
+    return trial.state == TrialState.FAIL and trial.user_attrs.get("status") != "failed"
+
+
+def has_ended(trial: FrozenTrial) -> bool:
+    """Return whether a trial has ended by itself, well or not."""
+    return trial.state.is_finished() and not was_interrupted(trial)
+
+
+def sort_key(trial: FrozenTrial, direction: StudyDirection) -> tuple[int, float]:
+    """Return a sort key, best first: trials that are done by value, then stopped ones by value, then the others."""
+    status = status_of(trial)
+    if status in ("diverged", "failed") or trial.value is None or not math.isfinite(trial.value):
+        return 2, 0.0
+    value = trial.value
+    if direction == StudyDirection.MAXIMIZE:
+        value = -value
+    return int(status == "stopped"), value
+
+
+def best_of(trials: Iterable[FrozenTrial], direction: StudyDirection) -> FrozenTrial | None:
+    """Return the best trial that is done, or None. Of equals it is the first."""
+    done = [trial for trial in trials if sort_key(trial, direction)[0] == 0]
+    return min(done, key=lambda trial: sort_key(trial, direction), default=None)

@@ -1,0 +1,131 @@
+"""Runner of the trials of a search, several at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial, Trial
+
+from recipes.hyperparams.axes import overrides_of
+from recipes.hyperparams.outcome import Outcome
+from recipes.hyperparams.processes import Report, RunTrial, TrialProcesses
+from recipes.hyperparams.search import Search
+
+POLL_S = 1.0
+"""Time between two looks at trials of other searches in the same directory (our choice)."""
+
+
+@dataclass(frozen=True)
+class RunningTrial:
+    """Trial of the study, and the processes that run it."""
+
+    trial: Trial
+    processes: TrialProcesses
+
+    def handle_messages(self, ready: Sequence[Any]) -> Outcome | None:
+        """Answer a report, or return the outcome, that arrived on one of the connections."""
+        for connection in list(self.processes.connections):
+            if connection not in ready:
+                continue
+            message = self.processes.receive(connection)
+            if isinstance(message, Outcome):
+                return message
+            if isinstance(message, Report):
+                self.trial.report(message.value, step=message.percent)
+                with suppress(OSError):  # a process that has died meanwhile is noticed when the connection is read
+                    connection.send(self.trial.should_prune())
+        return None
+
+
+class TrialRunner:
+    """Runner of the trials of a search, several at a time.
+
+    Args:
+        search: Search that the trials belong to.
+        run_trial: Function that runs one trial.
+        num_workers: Number of trials at a time.
+        num_ranks: Number of processes of a trial.
+        budget_s: No trial starts after this many seconds; None sets no limit.
+        log_dir: Directory for what trials print, except the first; None leaves it on the terminal.
+        on_end: Function called with each trial once its outcome is in the study.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        run_trial: RunTrial,
+        *,
+        num_workers: int = 1,
+        num_ranks: int = 1,
+        budget_s: float | None = None,
+        log_dir: Path | None = None,
+        on_end: Callable[[FrozenTrial], None] | None = None,
+    ) -> None:
+        self.search = search
+        self.run_trial = run_trial
+        self.num_workers = num_workers
+        self.num_ranks = num_ranks
+        self.budget_s = math.inf if budget_s is None else budget_s
+        self.log_dir = log_dir
+        self.on_end = on_end
+        self._deadline_s = math.inf
+        self._running: list[RunningTrial] = []
+
+    def run(self) -> None:
+        """Run trials until the search has no more, or no time is left."""
+        self._deadline_s = time.monotonic() + self.budget_s
+        try:
+            while True:
+                self._start_trials()
+                if not self._running and not self._must_wait():
+                    return
+                self._handle_messages()
+        finally:
+            # Only an error or Ctrl-C leaves trials here. They run again when the search resumes.
+            for running in self._running:
+                running.processes.kill()
+
+    def _start_trials(self) -> None:
+        while len(self._running) < self.num_workers and not self._is_out_of_time():
+            trial = self.search.start_trial()
+            if trial is None:
+                return
+            log = None
+            if self.log_dir is not None and trial.number > 0:
+                self.log_dir.mkdir(parents=True, exist_ok=True)
+                log = self.log_dir / f"{trial.number}.log"
+            overrides = overrides_of(trial.params)
+            processes = TrialProcesses(self.run_trial, overrides, num_ranks=self.num_ranks, log=log)
+            self._running.append(RunningTrial(trial, processes))
+
+    def _is_out_of_time(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def _must_wait(self) -> bool:
+        """Return whether trials of another process may be followed by trials of this one."""
+        return not self._is_out_of_time() and self.search.others_run()
+
+    def _handle_messages(self) -> None:
+        """Handle the messages that have arrived. Without any, wait for them for a while."""
+        connections = []
+        for running in self._running:
+            connections.extend(running.processes.connections)
+        ready = wait(connections, timeout=POLL_S)
+        for running in list(self._running):
+            outcome = running.handle_messages(ready)
+            if outcome is not None:
+                running.processes.kill()
+                self._running.remove(running)
+                self._end(running.trial, outcome)
+
+    def _end(self, trial: Trial, outcome: Outcome) -> None:
+        ended = self.search.end_trial(trial, outcome)
+        if self.on_end is not None:
+            self.on_end(ended)

@@ -1,0 +1,162 @@
+"""Search: an Optuna study in a directory, which processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import BaseSampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from recipes.hyperparams.axes import Axis
+from recipes.hyperparams.coarse_to_fine import CoarseToFine
+from recipes.hyperparams.locks import TrialLocks
+from recipes.hyperparams.outcome import STATES, Outcome, has_ended, was_interrupted
+
+Mode = Literal["min", "max"]
+
+STUDY_NAME = "search"
+
+
+DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
+"""Optuna's direction for each mode."""
+
+
+class Search:
+    """Optuna study in a directory.
+
+    Several searches with the same directory, one after the other or at the same time, share the trials.
+
+    Args:
+        folder: Directory of the journal; created if missing.
+        axes: What is searched.
+        sampler: Sampler of points.
+        num_trials: Number of trials in all. `CoarseToFine` has its own.
+        pruner: Optuna's pruner, or None to let every trial run to its end. A trial reports at percents of its run.
+        mode: `min` for a loss, `max` for an accuracy.
+        settings: Hash of the configuration that all trials share.
+
+    Raises:
+        ValueError: The journal has trials with other settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        axes: Sequence[Axis],
+        *,
+        sampler: BaseSampler,
+        num_trials: int = 12,
+        pruner: BasePruner | None = None,
+        mode: Mode = "min",
+        settings: str,
+    ) -> None:
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.study = optuna.create_study(
+            storage=_journal(folder / "journal.jsonl"),
+            study_name=STUDY_NAME,
+            direction=DIRECTIONS[mode],
+            sampler=sampler,
+            pruner=pruner or NopPruner(),
+            load_if_exists=True,
+        )
+        self._check_settings(folder, settings)
+        self._locks = TrialLocks(folder / "running.lock")
+        self._held: set[int] = set()
+        self._coarse_to_fine: CoarseToFine | None = None
+        self.num_trials = num_trials
+        if isinstance(sampler, CoarseToFine):
+            self._coarse_to_fine = sampler
+            self.num_trials = sampler.num_trials
+            axes = [axis.widened() for axis in axes]  # a round around an end of the grid goes beyond it
+        self._distributions: dict[str, BaseDistribution] = {axis.key: axis.distribution() for axis in axes}
+        if self.study.trials:
+            sampler.reseed_rng()  # with the same seed it would propose the points of the first trials again
+
+    def _check_settings(self, folder: Path, settings: str) -> None:
+        known = self.study.user_attrs.get("settings")
+        if known is None:
+            self.study.set_user_attr("settings", settings)
+        elif known != settings:
+            raise ValueError(
+                f"`hydra.run.dir` (={folder}) must hold trials of the same settings: they are {known} there and "
+                f"{settings} now, and trials could not be compared. Use another directory, or set everything as it was."
+            )
+
+    def rounds(self) -> list[list[FrozenTrial]]:
+        """Return the trials that have ended, by round."""
+        if self._coarse_to_fine is not None:
+            return self._coarse_to_fine.rounds(self.study)
+        return [[trial for trial in self.study.get_trials(deepcopy=False) if has_ended(trial)]]
+
+    def num_ended(self) -> int:
+        """Return the number of trials that have ended."""
+        return sum(len(trials) for trials in self.rounds())
+
+    def start_trial(self) -> Trial | None:
+        """Return the next trial, or None if no trial can start now."""
+        with self._locks.starting():
+            self._fail_interrupted()
+            if not self._has_next():
+                return None
+            trial = self.study.ask(self._distributions)
+            self._locks.hold(trial.number)
+            self._held.add(trial.number)
+            return trial
+
+    def end_trial(self, trial: Trial, outcome: Outcome) -> FrozenTrial:
+        """Write the outcome of a trial, and return the trial."""
+        trial.set_user_attr("status", outcome.status)
+        trial.set_user_attr("reason", outcome.reason)
+        trial.set_user_attr("metrics", dict(outcome.metrics))
+        ended = self.study.tell(trial, outcome.value, state=STATES[outcome.status])
+        self._held.discard(trial.number)
+        self._locks.release(trial.number)
+        return ended
+
+    def others_run(self) -> bool:
+        """Return whether another process runs a trial of this search."""
+        with self._locks.starting():
+            self._fail_interrupted()
+            return any(trial.number not in self._held for trial in self._running_trials())
+
+    def is_complete(self) -> bool:
+        """Return whether no trial is left to run."""
+        return not self.others_run() and not self._has_next()
+
+    def _has_next(self) -> bool:
+        if self._coarse_to_fine is not None:
+            return self._coarse_to_fine.has_next(self.study)
+        trials = self.study.get_trials(deepcopy=False)
+        return sum(not was_interrupted(trial) for trial in trials) < self.num_trials
+
+    def _running_trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    def _fail_interrupted(self) -> None:
+        """Mark trials whose process was killed as interrupted."""
+        for trial in self._running_trials():
+            if trial.number not in self._held and not self._locks.is_held_elsewhere(trial.number):
+                self.study.tell(trial.number, state=TrialState.FAIL)
+
+
+def _journal(path: Path) -> JournalStorage:
+    """Open a journal, without the half line that a killed process may have left at its end."""
+    lock = JournalFileOpenLock(str(path))
+    lock.acquire()
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        whole_lines = content[: content.rfind(b"\n") + 1]
+        if whole_lines != content:
+            path.write_bytes(whole_lines)
+    finally:
+        lock.release()
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))

@@ -1,0 +1,59 @@
+"""Compare ways to train: `python recipes/study.py hydra.run.dir=studies/fashion`; see comparison/README.md."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import _path  # noqa: F401
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count
+from recipes.comparison.arms import Cell, StudyPlan
+from recipes.comparison.fits import FitPool, FitRequest, check
+from recipes.comparison.journal import CellResult, StudyJournal, only_user_of
+from recipes.comparison.table import table_of
+
+launch.register_resolvers()
+
+KEYS: dict[str, Any] = {"study": dict, "num_workers": Count, "run_dir": str}
+
+
+def requests_to_check(plan: StudyPlan, folder: Path) -> list[FitRequest]:
+    """Return a fit of each cell, so that a wrong key shows before the first one runs."""
+    requests = []
+    for cell in plan.cells:
+        point = plan.points(cell)[0]
+        overrides = plan.testing_overrides(cell, point)
+        requests.append(FitRequest(overrides=overrides, run_dir=str(folder), stage="test"))
+        requests.append(FitRequest(overrides=plan.tuning_overrides(cell), run_dir=str(folder), stage="validate"))
+    return requests
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="study")
+def main(cfg: DictConfig) -> None:
+    """Run what is left of the study, cell by cell, and write `table.md` after each."""
+    with launch.short_errors():
+        config_check.check(cfg, KEYS)
+        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+        plan = config_check.made(StudyPlan, config["study"], "study")
+        folder = Path(config["run_dir"]).resolve()
+        with only_user_of(folder), FitPool(config["num_workers"]) as pool:
+            pool.call(check, requests_to_check(plan, folder))
+            journal = StudyJournal(folder, plan, pool, tell=say)
+            tested: dict[Cell, CellResult] = {}
+            for cell in plan.cells:
+                point = journal.tune(cell)
+                tested[cell] = journal.test(cell, point)
+                say(f"{cell.name}: {tested[cell].core_s / 3600:.2f} hours of one core")
+                (folder / "table.md").write_text(f"{table_of(plan, tested)}\n")
+    say(f"\n{table_of(plan, tested)}\n\nwritten to {folder}")
+
+
+if __name__ == "__main__":
+    main()

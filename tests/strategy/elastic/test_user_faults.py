@@ -1,0 +1,346 @@
+"""What users write with `elastic`, on one host alone: resumes under other layouts, refusals, fits in a row."""
+
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_hybrid import Elastic
+from lightning_hybrid.comm.membership import membership
+from lightning_hybrid.contrastive import GlobalBatch, InfoNCE
+from lightning_hybrid.strategy.elastic import views
+from lightning_hybrid.strategy.options import Comm
+from tests.rank_pool import Ranks
+from tests.scenes import fit
+from tests.strategy.elastic.user_runs import Net, Numbered
+
+
+@pytest.fixture(autouse=True)
+def _meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "Membership", partial(views.Membership, wait_s=0.1))
+
+
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def elastic(max_hosts: int = 1) -> dict[str, Any]:
+    return {
+        "elastic": Elastic(max_hosts=max_hosts, meet=address(), silent_s=0.4),
+        "comm": Comm(tune="off"),
+        "max_epochs": 1,
+        "logger": False,
+    }
+
+
+def shuffled(num_images: int = 32, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(Numbered(num_images), batch_size, shuffle=True)
+
+
+class KeepsImages(Net):
+    """Keeps the images of all its steps."""
+
+    kept: list[list[int]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        KeepsImages.kept = self.images_read
+
+
+def images_of(batches: list[list[int]]) -> list[int]:
+    return sorted(image for batch in batches for image in batch)
+
+
+def fit_alone(**scene: Any) -> list[list[int]]:
+    """Fit on this host, and return the images of its batches."""
+    fit(module=KeepsImages, warns=True, **scene)  # of addresses of this machine alone
+    return KeepsImages.kept
+
+
+@pytest.fixture
+def checkpoint_of_two_hosts(tmp_path: Path) -> str:
+    """A run of two hosts, of which one is there, after 3 of 8 steps: 12 of 32 images are read."""
+    path = str(tmp_path / "two.ckpt")
+    fit_alone(train=shuffled, save_to=path, max_steps=3, **elastic(2))
+    return path
+
+
+def test_another_number_of_hosts_is_refused_where_the_images_of_a_step_would_be_others(
+    checkpoint_of_two_hosts: str,
+) -> None:
+    seen = fit(module=Net, train=shuffled, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(1))
+    assert "NotExactError" in seen.error
+    assert "set batch_size=4" in seen.error
+
+
+def test_half_the_hosts_with_twice_the_batch_read_what_was_left(checkpoint_of_two_hosts: str) -> None:
+    twice = partial(shuffled, batch_size=4)
+    whole = images_of(fit_alone(train=shuffled, **elastic(2)))
+    assert whole == list(range(32))
+    first = images_of(fit_alone(train=shuffled, max_steps=3, **elastic(2)))
+    rest = images_of(fit_alone(train=twice, ckpt_path=checkpoint_of_two_hosts, **elastic(1)))
+    assert sorted(first + rest) == whole
+
+
+def test_another_batch_on_the_same_hosts_is_refused(checkpoint_of_two_hosts: str) -> None:
+    other = partial(shuffled, batch_size=4)
+    seen = fit(module=Net, train=other, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(2))
+    assert "NotExactError" in seen.error
+    assert "set batch_size=2" in seen.error
+
+
+def test_other_images_are_refused_in_mid_epoch(checkpoint_of_two_hosts: str) -> None:
+    other = partial(shuffled, num_images=36)
+    seen = fit(module=Net, train=other, raises=True, warns=True, ckpt_path=checkpoint_of_two_hosts, **elastic(2))
+    assert "NotExactError" in seen.error
+    assert "data set" in seen.error
+
+
+def test_a_plain_run_on_two_ranks_goes_on_from_two_hosts(
+    two_ranks: Ranks, checkpoint_of_two_hosts: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "end.ckpt")
+    plain = {"max_epochs": 1, "logger": False, "devices": 2, "comm": Comm(tune="off")}
+    fit(two_ranks, module=Net, train=shuffled, warns=True, ckpt_path=checkpoint_of_two_hosts, save_to=path, **plain)
+    from_two_hosts = torch.load(path, weights_only=True)["state_dict"]
+    fit_alone(train=shuffled, save_to=path, **elastic(2))
+    undisturbed = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(from_two_hosts[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_hosts_go_on_from_a_plain_run_on_two_ranks_to_the_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    middle = str(tmp_path / "middle.ckpt")
+    plain = {"max_epochs": 1, "logger": False, "devices": 2, "comm": Comm(tune="off")}
+    fit(two_ranks, module=Net, train=shuffled, save_to=middle, max_steps=3, **plain)
+    end = str(tmp_path / "end.ckpt")
+    fit_alone(train=shuffled, save_to=end, **elastic(2))
+    undisturbed = torch.load(end, weights_only=True)["state_dict"]
+    batches = fit_alone(train=shuffled, save_to=end, ckpt_path=middle, **elastic(2))
+    resumed = torch.load(end, weights_only=True)["state_dict"]
+    assert len(batches) == 2 * 5
+    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_a_plain_run_on_four_ranks_is_refused_by_two_hosts_with_the_batch_that_fits(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    middle = str(tmp_path / "middle.ckpt")
+    plain = {"max_epochs": 1, "logger": False, "devices": 4, "comm": Comm(tune="off")}
+    fit(four_ranks, module=Net, train=shuffled, save_to=middle, max_steps=2, **plain)
+    seen = fit(module=Net, train=shuffled, raises=True, warns=True, ckpt_path=middle, **elastic(2))
+    assert "NotExactError" in seen.error
+    assert "set batch_size=4" in seen.error
+
+
+class Looks(pl.Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.images = next(iter(trainer.train_dataloader))[0].tolist()
+
+
+def test_a_look_at_the_training_loader_moves_nothing(checkpoint_of_two_hosts: str) -> None:
+    without = list(fit_alone(train=shuffled, ckpt_path=checkpoint_of_two_hosts, **elastic(2)))
+    with_look = fit_alone(train=shuffled, ckpt_path=checkpoint_of_two_hosts, callbacks=[Looks()], **elastic(2))
+    assert with_look == without
+
+
+class PlansItsRate(KeepsImages):
+    """Asks how many steps there will be, as a schedule of one cycle does."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=int(steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_schedule_over_the_steps_of_the_run_resumes(tmp_path: Path) -> None:
+    callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    stops = {"enable_checkpointing": True, "callbacks": [callback]}
+    whole = fit(module=PlansItsRate, train=shuffled, warns=True, **stops, **elastic(2))
+    middle = str(tmp_path / "step=3.ckpt")
+    resumed = fit(module=PlansItsRate, train=shuffled, warns=True, ckpt_path=middle, **elastic(2))
+    assert len(PlansItsRate.kept) == 2 * 5
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_two_fits_of_one_trainer_may_log_over_the_ranks() -> None:
+    """The second one's `reduce` must be the first one's, or Lightning takes it for other arguments of `log`."""
+    scene = elastic(1)
+    strategy_options = {name: scene.pop(name) for name in ("elastic", "comm")}
+    from lightning_hybrid import HybridAllReduceStrategy
+    from tests import toy
+
+    trainer = toy.trainer(strategy=HybridAllReduceStrategy(**strategy_options), **scene)
+    module = Net()
+    trainer.fit(module, shuffled(8))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, shuffled(8))
+    assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 1}, "`reload_dataloaders_every_n_epochs` (=1) and `elastic`"),
+        ({"ranks_per_node": 1}, "`ranks_per_node` (=1)"),
+        ({"exact_resume": False}, "`exact_resume` (=False)"),
+        ({"train": lambda: {"a": shuffled(), "b": shuffled()}}, "`train_dataloaders` (=2 loaders)"),
+        (
+            {"train": lambda: DataLoader(Numbered(8), batch_sampler=InPairs(SequentialSampler(range(8)), 2, False))},
+            "(=DataLoader with InPairs)",
+        ),
+    ],
+    ids=["reload", "ranks_per_node", "exact_resume", "loaders", "batch_sampler"],
+)
+def test_what_an_elastic_run_cannot_do_is_refused_by_its_name(options: dict[str, Any], name: str) -> None:
+    scene = {"train": shuffled, **elastic(2), **options}
+    try:
+        error = fit(module=Net, raises=True, warns=True, **scene).error
+    except ValueError as refused:  # before there is a trainer
+        error = str(refused)
+    assert name in error
+
+
+def test_a_launch_over_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # as torchrun --nnodes=2 sets it
+    seen = fit(module=Net, train=shuffled, raises=True, warns=True, **elastic(2))
+    assert "`num_nodes` (=2)" in seen.error
+
+
+class InPairs(BatchSampler):
+    """A batch sampler of a user's own."""
+
+
+class LogsAuroc(Net):
+    """Computes a metric whose states are lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = BinaryAUROC()
+        self.val_auroc = BinaryAUROC()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.auroc(batch[1][:, 0], batch[0] % 2)
+        self.log("auroc", self.auroc, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_auroc(batch[1][:, 0], batch[0] % 2)
+        self.log("val_auroc", self.val_auroc, on_step=False, on_epoch=True)
+
+
+def test_a_metric_that_hosts_do_not_add_up_is_named_once() -> None:
+    seen = fit(module=LogsAuroc, train=shuffled, val=lambda: DataLoader(Numbered(8), 4), warns=True, **elastic(2))
+    texts = [text for text in seen.warnings if "states are no sums" in text]
+    assert len(texts) == 1
+    assert "`auroc` (=BinaryAUROC)" in texts[0]
+
+
+def test_addresses_of_this_machine_alone_are_named() -> None:
+    seen = fit(module=Net, train=shuffled, warns=True, **elastic(2))
+    assert any("has addresses of this machine alone" in text for text in seen.warnings)
+    seen = fit(module=Net, train=shuffled, warns=True, **elastic(1))
+    assert not any("has addresses of this machine alone" in text for text in seen.warnings)
+
+
+def test_a_name_that_no_server_knows_is_an_error_that_names_the_option() -> None:
+    options = elastic(1) | {"elastic": Elastic(max_hosts=1, meet="no-such-host.invalid:29400")}
+    seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options)
+    assert "`elastic.meet` (=no-such-host.invalid:29400)" in seen.error
+
+
+class Thaws(Net):
+    """Trains its bias from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.net.weight], 0.05)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.bias.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [self.net.bias]})
+
+
+def test_a_parameter_thawed_in_training_is_named_though_the_launch_has_one_rank() -> None:
+    seen = fit(module=Thaws, train=shuffled, raises=True, warns=True, **elastic(2) | {"max_epochs": 2})
+    assert "Parameter `net.bias`" in seen.error
+    assert "trained but not averaged" in seen.error
+
+
+class Contrasts(Net):
+    """Compares the pairs of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = GlobalBatch(InfoNCE(0.1), chunk=4)
+
+
+def test_a_loss_over_the_pairs_of_all_ranks_is_refused() -> None:
+    seen = fit(module=Contrasts, train=shuffled, raises=True, warns=True, **elastic(2))
+    assert "(=InfoNCE) and `elastic`" in seen.error
+
+
+class ReadsAnotherLoader(pl.Callback):
+    """Reads training images in the middle of an epoch, as a recalibration of statistics does."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            loader = trainer.strategy.process_dataloader(shuffled())
+            next(iter(loader))
+
+
+def test_a_loader_that_a_callback_reads_in_training_leaves_training_as_it_is() -> None:
+    without = list(fit_alone(train=shuffled, **elastic(2)))
+    assert fit_alone(train=shuffled, callbacks=[ReadsAnotherLoader()], **elastic(2)) == without
+
+
+def test_a_host_that_waits_says_who_answers_and_how_many_hosts_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "WAIT_MESSAGE_S", 0.5)
+    texts: list[str] = []
+    monkeypatch.setattr(views.log, "warning", lambda text, *values: texts.append(text % values))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        taken = f"127.0.0.1:{silent.getsockname()[1]}"
+        nobody = address()
+        options = elastic(2) | {"elastic": Elastic(max_hosts=2, min_hosts=2, meet=[taken, nobody], silent_s=0.4)}
+        seen = fit(module=Net, train=shuffled, raises=True, warns=True, **options, timeout=3)
+    assert "TimeoutError" in seen.error
+    for text in (*texts[:1], seen.error):
+        assert "1 of `min_hosts` (=2)" in text
+        assert f"what listens at {taken} is no host of a run" in text
+        assert f"{nobody} is this host" in text
+    assert len(texts) >= 2
+
+
+@pytest.mark.parametrize(
+    ("meet", "words"),
+    [
+        ("tcp://10.0.0.1:29400", "begins with tcp://"),
+        ("10.0.0.1:29400 10.0.0.2:29400", "several addresses are separated by commas"),
+        ("10.0.0.1", "has no port"),
+        ("10.0.0.1:99999", "has no port from 1 to 65535"),
+        ("[::1]:29400", "is of IPv6"),
+        ([("10.0.0.1", 29400)], "is no text"),
+        (29400, "(=29400)"),
+        (None, "(=None)"),
+        ("", "has no port"),
+        ([], "(=[])"),
+    ],
+    ids=str,
+)
+def test_a_meet_that_is_no_address_is_refused_when_it_is_given(meet: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=r"`elastic.meet`") as caught:
+        Elastic(max_hosts=2, meet=meet)
+    assert words in str(caught.value)
