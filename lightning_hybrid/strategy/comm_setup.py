@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategy.elastic.held_loggers import HeldLoggers
 
 
-_WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric"}
+_WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric", "algorithm"}
 """Features of options that need no process group of their own."""
 
 
@@ -68,7 +68,7 @@ class CommSetup:
         self._work_group: dist.ProcessGroup | None = None
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether groups beside the default one may be in use at the same time: stages, slices, pairs, ..."""
+        """Return whether groups other than the default one may be in use at the same time, such as those of stages."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat") or self.options.dtype_across_nodes is not None:
