@@ -29,7 +29,7 @@ from lightning_hybrid.strategy.arguments import (
 )
 from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
-_WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric"}
+_WITHOUT_GROUPS = {"unused parameters", "ranks per node", "Fabric", "algorithm"}
 """Features of options that need no process group of their own."""
 
 
@@ -71,7 +71,7 @@ class CommSetup:
         self._work_group: dist.ProcessGroup | None = None
 
     def has_several_communicators(self, module: nn.Module | None) -> bool:
-        """Return whether groups beside the default one may be in use at the same time: stages, slices, pairs, ..."""
+        """Return whether groups other than the default one may be in use at the same time, such as those of stages."""
         if self.options.features().keys() - _WITHOUT_GROUPS:
             return True
         if self.options.plan.algorithm not in ("auto", "flat") or self.options.dtype_across_nodes is not None:

@@ -62,9 +62,9 @@ def dynamic_scale(given: Given) -> Details:
     """Check a fit whose first loss scale is far too high: the overflow is skipped, and the schedule waits for it."""
     by_hand = rates_by_hand(NUM_STEPS)
     num_skipped: dict[str, int] = {}
-    for optimizer in ("lars", "sgd"):
+    for optimizer, fused in (("lars", False), ("sgd", True)):
         read = _Rates()
-        module = Scheduled(optimizer)
+        module = Scheduled(optimizer, fused=fused)
         scale = DynamicLossScale(init_scale=2.0**24)
         strategy = HybridAllReduceStrategy(loss_scale=scale)
         short_fit(given, module, "16-true", strategy=strategy, callbacks=[read], log_every_n_steps=LOG_EVERY)

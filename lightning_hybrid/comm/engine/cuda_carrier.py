@@ -1,4 +1,4 @@
-"""The surroundings of the sums of buckets on CUDA: which code runs them, what hangs, and the end.
+"""The way of buckets on CUDA: which code sums them, what happens where one hangs, and the end.
 
 By default a bucket is torch's own all-reduce (cuda_all_reduce.py), and nothing besides. What was asked for by name goes
 stage by stage over streams of our own (cuda_streams.py), and so does everything over Gloo, whose asynchronous sums end

@@ -150,7 +150,7 @@ class InFlightBucket:
         Raises:
             OrderError: if another rank submitted something else, or in another order.
         """
-        # Once all of it is on its way: nobody waits for this rank while it reports.
+        # Once all of it is on its way: no rank waits for this one while it reports.
         if self.contents_of_step is not None:
             _compare(self.contents_of_step, watchdog)
 

@@ -114,7 +114,7 @@ def _can_be_split() -> bool:
     if default.bound_device_id is None or not torch.cuda.is_available():
         return False
     # Gloo says that it can. torch 2.13 gives its splits names that differ between ranks, which then wait for each other
-    # for ever, and `new_group` of one backend beside another asks Gloo for a method that it has not.
+    # for ever, and `new_group` for another backend asks Gloo for a method that it does not have.
     if is_on_hosts(default):
         return False
     return bool(default._get_backend(torch.device("cuda")).supports_splitting)

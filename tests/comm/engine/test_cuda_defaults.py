@@ -21,6 +21,8 @@ from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.workload import StepWorkload
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import CommSetup
+from lightning_hybrid.strategy.options import Mean
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 pytest.importorskip("hydra", reason="the clusters are described in conf/")
 
@@ -144,9 +146,10 @@ def test_what_was_asked_for_by_name_on_cuda_says_at_start_that_no_gpu_has_shown_
     device, algorithm, shares_update, across_nodes, is_said
 ):
     topology = Topology.from_ranks_per_node(rank=0, world_size=16, ranks_per_node=8)
-    setup = CommSetup()
+    between_nodes = Mean() if across_nodes is None else Mean(dtype="float16")
+    setup = CommSetup(StrategyOptions.parse({}, argument_names=(), between_nodes=between_nodes))
     setup.device, setup.topology = torch.device(device), topology
-    setup.engine_options, setup.dtype_across_nodes = {"shares_update": shares_update}, across_nodes
+    setup.engine_options = {"shares_update": shares_update}
     setup.note_plan(CommPlan(algorithm=algorithm))
     assert ("no record shows these stages on a GPU" in setup.communication_plan) is is_said
 

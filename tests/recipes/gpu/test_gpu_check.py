@@ -280,6 +280,7 @@ def test_a_queue_of_a_gpu_is_not_filled_by_updates_of_many_launches():
     assert updates.calls_in_a_row(lambda: torch._foreach_add_(weights, 1)) == 20
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("fault", ["none", "a schedule that does not wait", "no skipped step"])
 def test_a_schedule_that_does_not_wait_for_a_skipped_step_fails_the_check(tmp_path, monkeypatch, fault):
     given = Given(device="cpu", folder=tmp_path, limit_s=60)

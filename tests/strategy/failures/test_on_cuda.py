@@ -19,6 +19,7 @@ from lightning_hybrid.pipeline import rank_layout
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.failures import CLEAN_UP_ONLY, ERROR_HANDLING, HIGH_PRIORITY, LAUNCH_ORDER
 from lightning_hybrid.strategy.local_steps import extension as local_steps
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 CAUSE = "comm: rank 2 does not answer. The gradients of this step are lost, and this engine takes no more."
 
@@ -131,7 +132,7 @@ def test_after_a_failure_no_group_is_waited_for(monkeypatch, has_failed, ended):
     monkeypatch.setattr(process_groups, "forget", lambda group: seen.append((group, "forgotten")))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: seen.append((group, "destroyed")))
-    comm = CommSetup()
+    comm = CommSetup(StrategyOptions.parse({}, argument_names=()))
     comm.device, comm._work_group = torch.device("cuda"), "work"
     comm.engine = SimpleNamespace(close=lambda: None, failure="comm: rank 1 died" if has_failed else "")
     comm.close([])
