@@ -63,9 +63,11 @@ def sums_and_bytes(algorithms, dtypes, codecs):
     found = {}
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
     for algorithm, codec in [*((algorithm, None) for algorithm in algorithms), *with_codecs]:
-        plan = CommPlan(algorithm=algorithm)
-        if is_adasum := algorithm == "adasum":
+        is_adasum = algorithm == "adasum"
+        if is_adasum:
             plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
+        else:
+            plan = CommPlan(algorithm=algorithm)
         engine = engine_of(plan, dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
