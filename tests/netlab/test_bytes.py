@@ -64,11 +64,10 @@ def sums_and_bytes(algorithms, dtypes, codecs):
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
     for algorithm, codec in [*((algorithm, None) for algorithm in algorithms), *with_codecs]:
         is_adasum = algorithm == "adasum"
+        options = {"algorithm": algorithm}
         if is_adasum:
-            plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
-        else:
-            plan = CommPlan(algorithm=algorithm)
-        engine = engine_of(plan, dtype_across_nodes=codec)
+            options = {"algorithm": "hierarchical", "chunk_bytes": 2**50}
+        engine = engine_of(CommPlan(**options), dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
             more = {"adasum_numels": (1000, flat.numel() - 1000)} if is_adasum else {}
