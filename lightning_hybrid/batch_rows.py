@@ -5,6 +5,7 @@ lists, tuples             an entry for each sample (texts, names), or a nest tha
 mappings, named tuples,
 dataclasses               a nest
 numbers, texts, None      constants, the same in every part
+arrays of one row         constants too, if other arrays have more rows
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def count_rows(batch: Any) -> int:
     2
     """
     _refuse_unknown_objects(batch)
-    array_lengths = {len(leaf) for leaf in _leaves(batch) if _is_array(leaf)}
+    array_lengths = {len(leaf) for leaf in leaves(batch) if _is_array(leaf)}
     matching = [length for length in sorted(array_lengths) if _has_rows(batch, length)]
     if not matching:
         list_lengths = _lengths_of_lists(batch)
@@ -76,6 +77,10 @@ def count_rows(batch: Any) -> int:
                 "batch is split between samples. Give all of them one length, or put a tensor with a row for each "
                 "sample into the batch."
             )
+    if not matching:
+        num_rows = max(array_lengths)
+        if _has_rows(batch, num_rows, allows_constants=True):
+            matching = [num_rows]
     if len(matching) != 1:
         raise ValueError(
             f"the tensors of `batch` (of {sorted(array_lengths)} rows) must have one number of rows, that of samples: "
@@ -103,18 +108,25 @@ def copy_batch(batch: Any) -> Any:
 
 
 def _take_rows(value: Any, rows: slice, num_rows: int, *, is_batch: bool = False) -> Any:
-    if _is_array(value) or _is_sample_list(value, num_rows, is_batch=is_batch):
+    if _is_array(value):
+        return value[rows] if len(value) == num_rows else value
+    if _is_sample_list(value, num_rows, is_batch=is_batch):
         return value[rows]
     return _with_entries(value, lambda entry: _take_rows(entry, rows, num_rows))
 
 
-def _has_rows(value: Any, num_rows: int, *, is_batch: bool = True) -> bool:
-    """Return whether all arrays have `num_rows` rows, except for those within a list of samples."""
+def _has_rows(value: Any, num_rows: int, *, is_batch: bool = True, allows_constants: bool = False) -> bool:
+    """Return whether all arrays have `num_rows` rows, except for those within a list of samples.
+
+    With `allows_constants` they may have one row instead.
+    """
     if _is_array(value):
-        return len(value) == num_rows
+        return len(value) == num_rows or (allows_constants and len(value) == 1)
     if _is_sample_list(value, num_rows, is_batch=is_batch):
         return True
-    return all(_has_rows(entry, num_rows, is_batch=False) for entry in _entries(value))
+    return all(
+        _has_rows(entry, num_rows, is_batch=False, allows_constants=allows_constants) for entry in _entries(value)
+    )
 
 
 def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
@@ -136,7 +148,7 @@ def _is_sample_list(value: Any, num_rows: int, *, is_batch: bool) -> bool:
 
 
 def _holds_column(value: Any, num_rows: int) -> bool:
-    return any(_is_array(leaf) and len(leaf) == num_rows for leaf in _leaves(value))
+    return any(_is_array(leaf) and len(leaf) == num_rows for leaf in leaves(value))
 
 
 def _lengths_of_lists(batch: Any) -> set[int]:
@@ -203,21 +215,22 @@ def _with_entries(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the values of a nest, in order."""
     if isinstance(value, Mapping | list | tuple) or _is_dataclass(value):
         for entry in _entries(value):
-            yield from _leaves(entry)
+            yield from leaves(entry)
     else:
         yield value
 
 
 def requires_grad(batch: Any) -> bool:
     """Return whether a tensor of the batch requires a gradient."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(batch))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(batch))
 
 
 def _refuse_unknown_objects(batch: Any) -> None:
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         has_parts = hasattr(leaf, "__len__") or hasattr(leaf, "__next__")
         if has_parts and not isinstance(leaf, Tensor | np.ndarray | np.generic | str | bytes):
             raise ValueError(

@@ -85,10 +85,16 @@ def is_list_of_views(whole):
 
 def test_constants_are_in_each_part():
     batch = {"x": X, "size": [224, 224], "scale": torch.tensor(2.0), "task": "pairs", "number": 3, "nothing": None}
+    batch |= {"positions": torch.ones(1, 3), "weights": np.ones(1)}
     for part in split_rows(batch, 2):
         assert plain({key: value for key, value in part.batch.items() if key != "x"}) == plain(
             {key: value for key, value in batch.items() if key != "x"}
         )
+
+
+def test_a_sample_of_one_row_among_others_is_no_constant():
+    samples = [torch.ones(1, 2), torch.ones(3, 2)]
+    assert [len(part.batch[0]) for part in split_rows(samples, 1)] == [1, 3]
 
 
 def test_a_batch_that_fits_is_given_as_it_is():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_hybrid.batch_rows import count_rows, leaves
 from lightning_hybrid.callbacks import comm_report
 from lightning_hybrid.callbacks import metrics as m
 from lightning_hybrid.checks import plain_value, require_positive, require_whole
@@ -176,15 +177,20 @@ def is_logged_step(trainer: Any, *, is_next: bool = False) -> bool:
 
 
 def num_images(batch: Any) -> int:
-    """Return the length of the first tensor of a batch, however it is nested.
+    """Return the number of samples in a batch, or the length of its first tensor if its columns have several lengths.
 
     >>> num_images({"images": torch.zeros(7, 1, 16, 16), "labels": torch.zeros(7)})
     7
+    >>> num_images([["a text", "another"], torch.zeros(2)])
+    2
     """
-    # Images and labels, or views of them, have one length: any tensor will do.
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch)
+    try:
+        return count_rows(batch)
+    except ValueError:  # as of several loaders, whose batches have sizes of their own
+        for leaf in leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return len(leaf)
+        raise
 
 
 def momentum_of(group: dict[str, Any]) -> float | None:

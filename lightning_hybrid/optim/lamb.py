@@ -193,7 +193,9 @@ class LAMB(LayerwiseOptimizer):
     def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
         """Count this step, unless it is skipped; return the counts as `_corrections` takes them."""
         device, found_inf = params[0].device, self._scaling.found_inf
-        reads_on_host = found_inf is None and not capturable
+        reads_on_host = found_inf is None
+        if capturable:  # not `and not capturable`, which torch.compile does not trace in torch 2.15
+            reads_on_host = False
         for state in (states := [self.state[param] for param in params]):
             if "step" not in state:
                 # Where it is read: on the CPU, wherever the parameter is, that waits for nothing.

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.microbatches import batch_size_of, digest_of, microbatches, only_tensors
+from lightning_hybrid.batch_rows import count_rows
+from lightning_hybrid.pipeline.microbatches import digest_of, microbatches, only_tensors
 from lightning_hybrid.pipeline.pipeline_watchdog import PipelineWatchdog
 from lightning_hybrid.pipeline.rank_layout import PipelineGroups, PipelineRanks, TiedWeights
 from lightning_hybrid.pipeline.shapes import Boundary, as_arguments, boundary_of, check, output_of
@@ -64,7 +65,7 @@ class Stages:
             ValueError: on every rank, they differ.
         """
         digest = digest_of(batch, with_values=with_values)
-        self.agree("The batch", digest, lambda: f"{batch_size_of(batch)} samples, labels and shapes {digest:x}")
+        self.agree("The batch", digest, lambda: f"{count_rows(batch)} samples, labels and shapes {digest:x}")
 
     def told(self, own: Any) -> list[Any]:
         """Return what each rank of the pipeline gives here. Collective."""
@@ -115,7 +116,7 @@ class Stages:
         digest = digest_of(xs, with_values=False)
         self.agree("The input of the network", digest, lambda: ", ".join("{} of {}".format(*one) for one in given))
         # Several parts keep all stages busy; where a rank has two stages, NCCL would need another order of messages.
-        divides = batch_size_of(xs) % self.num_microbatches == 0
+        divides = count_rows(xs) % self.num_microbatches == 0
         num = self.num_microbatches if self.ranks.stages_per_rank == 1 and divides else 1
         parts = microbatches(xs, num)
         boundaries = self.boundaries((given, num), lambda: parts[0])

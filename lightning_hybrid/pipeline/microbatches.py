@@ -12,10 +12,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_hybrid.batch_rows import count_rows, leaves, split_rows
 from lightning_hybrid.precision.optimizer_protocol import temporary_attributes
 
 
@@ -94,128 +93,50 @@ def loss_in(output: Any) -> Tensor:
 # ---- micro-batches -------------------------------------------------------------------------------------------------
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, in order, those in mappings of any kind too."""
-    found: list[Tensor] = []
-    mapped(batch, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
-
-
-def mapped(batch: Any, change: Callable[[Any], Any], rows: Callable[[Any], Any] | None = None) -> Any:
-    """Return a batch of the same kind with `change(leaf)` in the place of each leaf.
-
-    A list or tuple that holds one entry for each sample becomes `rows(entries)`, where `rows` is given and does not
-    return None: it is asked first.
-    """
-    if isinstance(batch, Mapping):
-        parts = {key: mapped(value, change, rows) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            kind: Any = type(batch)
-            return kind(parts)
-        made = copy.copy(batch)  # a tokenizer's, which has more than its entries
-        for key, value in parts.items():
-            made[key] = value
-        return made
-    if hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(value, change, rows) for value in batch))
-    if isinstance(batch, list | tuple):
-        cut = None if rows is None else rows(batch)
-        return type(batch)(mapped(value, change, rows) for value in batch) if cut is None else cut
-    return change(batch)
-
-
-def batch_size_of(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch.
-
-    Raises:
-        ValueError: there is no tensor with a dimension.
-
-    >>> batch_size_of({"images": torch.zeros(8, 3), "labels": torch.zeros(8)})
-    8
-    """
-    for leaf in tensors_in(batch):
-        if leaf.dim() > 0:
-            return int(leaf.shape[0])
-    raise ValueError(
-        f"The batch (of type {type(batch).__name__}) must hold a tensor whose first dimension counts samples: it is "
-        "cut into micro-batches there. Return tensors in lists, tuples or dictionaries from the loader."
-    )
-
-
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """Cut a batch into `num` equal parts: its tensors and arrays, and lists with one entry for each sample.
-
-    What has no dimension, or one row, or is a number or text, is in each.
+    """Cut a batch into `num` equal parts, by the rows of `lightning_hybrid.batch_rows`.
 
     Raises:
-        ValueError: it does not divide, a tensor has other rows, or an object may hold samples in a way unknown here.
+        ValueError: it does not divide, or it is unknown where samples begin in it.
 
     >>> [(part["x"].tolist(), part["names"]) for part in microbatches({"x": torch.arange(2), "names": ["a", "b"]}, 2)]
     [([0], ['a']), ([1], ['b'])]
     """
-    size = batch_size_of(batch)
+    size = count_rows(batch)
     if size % num:
         raise ValueError(
             f"`batch_size` (={size}) must be a multiple of `num_microbatches` (={num}) on each data rank: they are of "
             "equal size. Change one of them; for a smaller last batch set `drop_last=True` in the loader."
         )
-    different = set[int]()
-
-    def part_of(leaf: Any, part: slice) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray):
-            rows = leaf.shape[0] if leaf.ndim else 1
-            different.update({int(rows)} - {1, size})
-            return leaf[part] if rows == size and leaf.ndim else leaf
-        if is_dataclass(leaf) or (hasattr(leaf, "__len__") and not isinstance(leaf, str | bytes)):
-            raise ValueError(
-                f"A batch must not hold a {type(leaf).__name__} in a pipeline: it is cut into micro-batches, and where "
-                "samples begin in one is unknown. Return tensors in lists, tuples or dictionaries from the loader."
-            )
-        return leaf
-
-    def rows_of(entries: Any, part: slice) -> Any:
-        # A list that holds whole tensors is one of columns, as `[images, labels]`.
-        is_rows = len(entries) == size and not any(t.shape[:1] == (size,) for t in tensors_in(entries))
-        return entries[part] if is_rows else None
-
-    parts = [slice(index * size // num, (index + 1) * size // num) for index in range(num)]
-    cut = [mapped(batch, partial(part_of, part=part), partial(rows_of, part=part)) for part in parts]
-    if different:
-        # In each micro-batch whole, it would count `num` times, and its rows would not be those of the samples.
-        raise ValueError(
-            f"Tensors of a batch must have one first dimension in a pipeline (= {size} in the first of them, "
-            f"{', '.join(map(str, sorted(different)))} in others): it is cut into micro-batches there. Give loaders "
-            "that `CombinedLoader` joins the same `batch_size`, and make constants buffers of the module."
-        )
-    return cut
-
-
-def own_copy(part: Any) -> Any:
-    """Return a micro-batch with tensors of its own: a step may compute in place, and is run more than once."""
-
-    def copied(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return mapped(part, copied)
+    if size == 0:
+        return [batch] * num
+    return [part.batch for part in split_rows(batch, size // num)]
 
 
 def digest_of(batch: Any, *, with_values: bool) -> int:
     """Return 63 bits that differ where two ranks of a pipeline have batches of different shapes, dtypes or labels.
 
-    Of the values, integers count, which are labels: images may differ, as each rank augments its own. Where a batch
-    has no integers, all values count.
+    Of the values, integers count, which are labels: images may differ, as each rank augments its own. If a batch has no
+    integers, all its tensors count, and if it has no tensors, all its arrays, texts and numbers.
 
     >>> one, other = (digest_of((torch.rand(2), torch.tensor([3, label])), with_values=True) for label in (4, 5))
     >>> one == other
     False
     """
-    leaves = tensors_in(batch)
-    digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in leaves]).encode(), digest_size=8)
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    digest = hashlib.blake2b(repr([(tuple(leaf.shape), leaf.dtype) for leaf in tensors]).encode(), digest_size=8)
     if with_values:
-        labels = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
-        for leaf in labels or leaves:
+        labels = [leaf for leaf in tensors if not leaf.is_floating_point() and leaf.dtype is not torch.uint8]
+        for leaf in labels or tensors:
             digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        if not tensors:
+            digest.update(_text_of(batch).encode())
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _text_of(batch: Any) -> str:
+    entries = [leaf.tolist() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves(batch)]
+    return repr(entries)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_hybrid.batch_rows import copy_batch
 from lightning_hybrid.module_state import put_back
 from lightning_hybrid.pipeline.cut_model import CutModel
 from lightning_hybrid.pipeline.local_stages import Stages
@@ -24,7 +25,6 @@ from lightning_hybrid.pipeline.microbatches import (
     loss_in,
     microbatches,
     only_tensors,
-    own_copy,
     random_state,
 )
 from lightning_hybrid.pipeline.pipeline_watchdog import waits_of_schedules
@@ -113,7 +113,7 @@ class TrainingStep:
         def run() -> Tensor:
             apart = in_stages(stages.net, cut.blocks, cut.places, lambda stage: self.draws(0, stage=stage))
             with self.draws(0), self._muting.muted(), apart:
-                return loss_in(stages.module.training_step(own_copy(self._parts[0]), *self._rest)).detach()
+                return loss_in(stages.module.training_step(copy_batch(self._parts[0]), *self._rest)).detach()
 
         with stages.whole():
             whole = cut.whole_on_first(stages.ranks, stages.groups.agree)
@@ -225,13 +225,13 @@ class TrainingStep:
             return self._input_of(0)
 
     def _input_of(self, number: int) -> tuple[Tensor, ...]:
-        module, part = self._stages.module, own_copy(self._parts[number])
+        module, part = self._stages.module, copy_batch(self._parts[number])
         with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
     def _loss_of(self, output: Tensor, number: int) -> Tensor:
         self._stages.watchdog.note(f"in the loss of micro-batch {number}")
-        loss = self._user_loss(own_copy(self._parts[number]), output, number)
+        loss = self._user_loss(copy_batch(self._parts[number]), output, number)
         if self._is_first_step and number == 0:
             self._loss_in_stages = float(loss.detach())
         # In the order of accumulation: Lightning divides, then the loss is scaled.

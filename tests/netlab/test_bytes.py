@@ -63,10 +63,11 @@ def sums_and_bytes(algorithms, dtypes, codecs):
     found = {}
     with_codecs = itertools.product(WITH_SUMS_OF_NODES, codecs)
     for algorithm, codec in [*((algorithm, None) for algorithm in algorithms), *with_codecs]:
-        plan = CommPlan(algorithm=algorithm)
-        if is_adasum := algorithm == "adasum":
-            plan = CommPlan(algorithm="hierarchical", chunk_bytes=2**50)
-        engine = engine_of(plan, dtype_across_nodes=codec)
+        is_adasum = algorithm == "adasum"
+        options = {"algorithm": algorithm}
+        if is_adasum:
+            options = {"algorithm": "hierarchical", "chunk_bytes": 2**50}
+        engine = engine_of(CommPlan(**options), dtype_across_nodes=codec)
         for dtype in dtypes if codec is None else (torch.float32,):
             flat = torch.ones(NUM_BYTES // dtype.itemsize, dtype=dtype)
             more = {"adasum_numels": (1000, flat.numel() - 1000)} if is_adasum else {}

@@ -214,3 +214,10 @@ def test_channels_last_weights_take_the_same_steps(grad_format):
             optimizer.step()
     torch.testing.assert_close(last, plain, rtol=1e-6, atol=1e-7)
     assert optimizer.state[last[0]]["momentum_buffer"].stride() == last[0].stride()
+
+
+def test_a_group_of_lamb_with_a_bound_of_its_own_is_refused():
+    """One bound holds for the gradients of all groups together."""
+    for bound in (None, 1.0):
+        with pytest.raises(ValueError, match=rf"^`max_grad_norm` \(=2.0\) must be the optimizer's \(={bound}\)"):
+            LAMB([{"params": parameters((2,)), "max_grad_norm": 2.0}], lr=0.1, max_grad_norm=bound)

@@ -9,9 +9,11 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hybrid.callbacks import ReplicaCheck
+from lightning_hybrid.pipeline.local_stages import Stages
 from recipes.networks.resnet import ResNet
 from tests import toy
 from tests.pipeline import cases
+from tests.pipeline.cases import Validated, in_stages, loader_of
 from tests.pipeline.test_bit_equality import assert_equal
 from tests.scenes import at, fit, play, same
 
@@ -144,3 +146,25 @@ def test_only_the_first_stage_needs_the_images(one_rank, two_ranks):
     found = fit(two_ranks, DecodesWhereItMatters, **{**cases.in_stages(max_epochs=1), "train": None})
     assert all(same(own.weights, expected.weights) for own in found)
     assert found[0].losses[-1] == found[1].losses[-1]
+
+
+def parts_in_validation(schedule):
+    """The number of parts in which each batch of validation goes through the stages."""
+    counts = []
+    forward = Stages._forward
+
+    def noted(self, parts, boundaries):
+        counts.append(len(parts))
+        return forward(self, parts, boundaries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stages, "_forward", noted)
+        val = partial(loader_of, toy.Blobs(16), 8)
+        fit(None, Validated, **in_stages(schedule=schedule, val=val, max_epochs=1, num_sanity_val_steps=0))
+    return counts
+
+
+@pytest.mark.parametrize(("schedule", "num_parts"), [("1f1b", 4), ("interleaved", 1)])
+def test_stages_that_share_a_rank_validate_whole_batches(two_ranks, schedule, num_parts):
+    """In parts, NCCL would have to order messages of two stages of a rank."""
+    assert two_ranks.run(parts_in_validation, schedule) == [[num_parts] * 2] * 2

@@ -81,8 +81,8 @@ def test_networks_that_cannot_be_cut_are_refused(module, words):
         (lambda: cut_places([1.0, 1.0], [2], 2), "the last stage would be empty"),
         (lambda: cut_places([1.0, 1.0], BlockProfile(seconds=[1.0] * 3), 2), "a profile of 3 blocks"),
         (lambda: microbatches(torch.zeros(6, 2), 4), r"`batch_size` \(=6\) must be a multiple of `num_microbatches`"),
-        (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a tensor"),
-        (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"one first dimension .* \(= 8"),
+        (lambda: microbatches({"path": "a.jpg"}, 4), "must hold a row for each sample"),
+        (lambda: microbatches({"one": torch.zeros(8), "two": torch.zeros(16)}, 4), r"\(of \[8, 16\] rows\) must"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(call, words):

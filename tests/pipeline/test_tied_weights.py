@@ -54,6 +54,29 @@ def test_its_gradient_is_that_of_both_uses_summed_once_a_step_bit_for_bit(one_ra
         assert same(seen.weights, expected.weights)
 
 
+class Detached(nn.Linear):
+    """A layer that uses its weight and does not train it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.detach(), self.bias)
+
+
+class TrainedOnce(Tied):
+    """The last layer has the weight of the first, and gives it no gradient."""
+
+    def tie(self):
+        self.net[-1] = Detached(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.net[-1].bias.zero_()
+        self.net[-1].weight = self.net[0].weight
+
+
+def test_a_stage_that_gives_a_tied_weight_no_gradient_takes_part_in_its_sum(one_rank, two_ranks):
+    (expected,) = fit(one_rank, TrainedOnce, **accumulated())
+    for seen in fit(two_ranks, TrainedOnce, **in_stages(timeout=20)):
+        assert same(seen.weights, expected.weights)
+
+
 def assert_near(piped, expected):
     """The bound: 16 steps, each with one addition in another order, of 2^-24 relative to the largest summand."""
     assert all(same(seen.weights, piped[0].weights) for seen in piped)

@@ -38,6 +38,11 @@ def last_checkpoint(run_dir: Path) -> dict:
     return torch.load(run_dir / "checkpoints/last.ckpt", weights_only=True)
 
 
+def assert_one_rank_warns_of_few_steps(log: Path) -> None:
+    (line,) = log.read_text().splitlines()
+    assert "a network learns little in so few" in line
+
+
 @pytest.mark.long
 def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
     note = "callbacks.probe.note='two words, a \"comma\" = trouble'"
@@ -45,7 +50,9 @@ def test_a_sweep_gives_each_job_one_directory_for_all_its_ranks(tmp_path):
     succeed("-m", "optim.lr=1.0,2.0", probe, note, *SHORT, "trainer.fast_dev_run=true", f"hydra.sweep.dir={tmp_path}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "multirun.yaml"]
     for job, lr in (("0", 1.0), ("1", 2.0)):
-        assert sorted(path.name for path in (tmp_path / job).iterdir()) == [".hydra", "rank0.json", "rank1.json"]
+        written = sorted(path.name for path in (tmp_path / job).iterdir())
+        assert written == [".hydra", "rank0.json", "rank1.json", "train.log"]
+        assert_one_rank_warns_of_few_steps(tmp_path / job / "train.log")
         probes = [json.loads((tmp_path / job / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert probes[0] == probes[1]
         assert probes[0]["directory"] == str(tmp_path / job)
@@ -64,7 +71,8 @@ def test_ranks_started_by_torchrun_share_one_directory(tmp_path):
         assert probes[0] == probes[1]
         assert run_dir.name.startswith("torchrun-")
         written = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".json")
-        assert written == [".hydra", "checkpoints", "run.html", "run.png"]
+        assert written == [".hydra", "checkpoints", "run.html", "run.png", "train.log"]
+        assert_one_rank_warns_of_few_steps(run_dir / "train.log")
     finally:
         for path in sorted(run_dir.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hybrid import LocalSteps
 from lightning_hybrid.callbacks import MasterWeightAveraging
 from lightning_hybrid.optim import LAMB
+from lightning_hybrid.run_status import run_status
 from tests import scenes, toy
 from tests.scenes import at, same
 
@@ -155,3 +156,50 @@ def test_frozen_weights_that_user_code_writes_are_averaged_and_other_buffers_are
     assert torch.equal(one.weights["teacher.weight"], other.weights["teacher.weight"])
     assert [seen.looks["on_train_batch_start"] for seen in (one, other)] == [[0, 1, 2, 3, 4], [0, 2, 3, 5, 5]]
     assert one.weights["centre"][0] == other.weights["centre"][0] == 5
+
+
+class NotesBuffers(toy.Toy):
+    """Notes the running mean with which each forward begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = []
+        self.net[2].register_forward_pre_hook(lambda layer, args: self.means.append(layer.running_mean.clone()))
+
+
+def noted_means(trainer, module):
+    return torch.stack(module.means)
+
+
+def test_the_ranks_of_a_node_begin_each_forward_with_the_same_running_statistics(four_ranks):
+    """As DDP broadcasts buffers from rank zero; here from the first rank of each node."""
+    scene = {"ranks_per_node": 2, "max_epochs": 1, "callbacks": [at(on_train_end=noted_means)]}
+    means = [seen.looks["on_train_end"][0] for seen in fit(four_ranks, NotesBuffers, {"every": 4}, **scene)]
+    assert same(means[0], means[1])
+    assert same(means[2], means[3])
+    assert not same(means[0], means[2])
+
+
+class Restores(toy.Toy):
+    """Goes back to its first weights in the middle of a fit, as a search does."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+
+def trains_alone_around_a_restore(trainer, module, batch, batch_idx):
+    if batch_idx == 0:
+        trainer.save_checkpoint(module.path)
+    if batch_idx != 3:
+        return None
+    before = run_status(trainer).node_group is not None
+    trainer._checkpoint_connector.restore(module.path)
+    return before, run_status(trainer).node_group is not None
+
+
+def test_nodes_agree_again_after_a_checkpoint_is_loaded_within_a_fit(two_ranks, tmp_path):
+    look = at(on_train_batch_start=trains_alone_around_a_restore)
+    scene = {"max_epochs": 1, "callbacks": [look], "limit_train_batches": 4}
+    for seen in fit(two_ranks, partial(Restores, str(tmp_path / "first.ckpt")), {"every": 8}, **scene):
+        assert seen.looks["on_train_batch_start"] == [(True, False)]

@@ -36,6 +36,44 @@ def test_a_run_without_failures_takes_its_work_and_its_checkpoints():
     assert never.elastic_s(1000.0, 1) == pytest.approx(1000.0)
 
 
+OFTEN_S = 600.0  # between two failures of one GPU
+
+
+def often(**seconds):
+    return Failures(gpu_hours=OFTEN_S / 3600, checkpoint_s=10.0, **seconds)
+
+
+def test_a_second_of_detection_costs_what_a_second_of_the_way_back_costs():
+    late = often(detection_s=120.0, restart_s=0.0, rejoin_s=0.0)
+    slow = often(detection_s=0.0, restart_s=120.0, rejoin_s=120.0)
+    at_once = often(detection_s=0.0, restart_s=0.0, rejoin_s=0.0)
+    for name in ("restarted_s", "elastic_s"):
+        assert getattr(late, name)(DAY_S, 1) == pytest.approx(getattr(slow, name)(DAY_S, 1))
+        assert getattr(late, name)(DAY_S, 1) > 1.2 * getattr(at_once, name)(DAY_S, 1)
+    for elastic in (False, True):
+        assert late.simulated_s(DAY_S, 1, elastic=elastic) == slow.simulated_s(DAY_S, 1, elastic=elastic)
+        lost_s = statistics.fmean(late.simulated_s(DAY_S, 1, elastic=elastic)) - DAY_S
+        assert lost_s > 1.2 * (statistics.fmean(at_once.simulated_s(DAY_S, 1, elastic=elastic)) - DAY_S)
+
+
+def test_failures_within_a_restart_are_simulated():
+    """They make each way back M (exp(b / M) - 1) seconds long in place of b, here 1.3 times."""
+    failures = often(detection_s=0.0, restart_s=300.0)
+    simulated_s = statistics.fmean(failures.simulated_s(DAY_S, 1))
+    assert simulated_s == pytest.approx(failures.restarted_s(DAY_S, 1), rel=0.02)
+
+
+def test_a_checkpoint_that_takes_longer_than_two_failures_are_apart_is_made_once_a_failure():
+    """Daly's series holds for a cost below twice the time between failures; above, his interval is that time."""
+    slow = Failures(gpu_hours=100 / 3600, checkpoint_s=1000.0)
+    assert slow.interval_s(1) == pytest.approx(100.0)
+
+
+def test_work_that_is_shorter_than_an_interval_ends_with_one_checkpoint():
+    never = Failures(gpu_hours=1e12, checkpoint_s=5.0)
+    assert never.restarted_s(10.0, 1) == pytest.approx(15.0)
+
+
 def test_a_job_that_fails_faster_than_it_restarts_never_ends():
     often = Failures(gpu_hours=1.0, restart_s=36000.0, rejoin_s=36000.0)
     assert often.simulated_s(DAY_S, 8) == [math.inf] * 200

@@ -1,0 +1,97 @@
+"""Micro-batches of what loaders return: each holds its samples, whatever kind of column they stand in."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hybrid.pipeline.microbatches import digest_of, microbatches
+from tests import toy
+from tests.pipeline.cases import in_stages
+from tests.scenes import fit, same
+
+NUM_SAMPLES = 4
+TEXTS = [f"text {number}" for number in range(NUM_SAMPLES)]
+NUMBERS = torch.arange(NUM_SAMPLES)
+Pair = namedtuple("Pair", "texts numbers")
+
+
+@dataclass(frozen=True)
+class Sample:
+    texts: object
+    numbers: object
+
+
+def columns(batch):
+    """Texts and numbers of a batch that is written in one of the forms below."""
+    if isinstance(batch, dict):
+        return batch["nest"]["texts"], batch["numbers"]
+    if isinstance(batch, Sample):
+        return batch.texts, batch.numbers
+    return batch[0], batch[1]
+
+
+BATCHES = {
+    "list before the tensor": [TEXTS, NUMBERS],
+    "tuple of texts": (tuple(TEXTS), NUMBERS),
+    "array before the tensor": [np.array(TEXTS), NUMBERS],
+    "arrays alone": [np.array(TEXTS), NUMBERS.numpy()],
+    "lists alone": [TEXTS, NUMBERS.tolist()],
+    "named tuple": Pair(TEXTS, NUMBERS),
+    "dataclass": Sample(TEXTS, NUMBERS),
+    "nest": {"scale": torch.ones(1), "nest": {"texts": TEXTS}, "numbers": NUMBERS},
+    "ragged tensors": [[torch.zeros(number + 1) for number in range(NUM_SAMPLES)], NUMBERS],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_microbatch_has_the_entries_of_its_samples(name):
+    parts = microbatches(BATCHES[name], 2)
+    texts, _ = columns(BATCHES[name])
+    assert [list(map(int, columns(part)[1])) for part in parts] == [[0, 1], [2, 3]]
+    for index, part in enumerate(parts):
+        assert type(part) is type(BATCHES[name])
+        expected = texts[2 * index : 2 * index + 2]
+        assert all(np.array_equal(*pair) for pair in zip(columns(part)[0], expected, strict=True))
+
+
+def test_a_constant_of_one_row_is_in_each_microbatch():
+    parts = microbatches({"positions": torch.ones(1, 3), "numbers": NUMBERS}, 2)
+    assert [tuple(part["positions"].shape) for part in parts] == [(1, 3), (1, 3)]
+
+
+def test_batches_of_texts_alone_are_told_apart():
+    assert digest_of([TEXTS], with_values=True) != digest_of([TEXTS[::-1]], with_values=True)
+    assert digest_of([TEXTS], with_values=True) == digest_of([list(TEXTS)], with_values=True)
+
+
+Texts = namedtuple("Texts", "scale texts labels images")
+
+
+class OfTexts(toy.Toy):
+    """Its batch begins with a constant and texts; labels are a list, images an array."""
+
+    def training_step(self, batch, batch_idx):
+        assert list(batch.texts) == [f"label {label}" for label in batch.labels]
+        images = torch.as_tensor(batch.images)
+        return super().training_step((images, torch.tensor(batch.labels)), batch_idx)
+
+
+def collate(samples):
+    images, labels = zip(*samples, strict=True)
+    labels = [int(label) for label in labels]
+    texts = tuple(f"label {label}" for label in labels)
+    return Texts(torch.ones(1), texts, labels, torch.stack(images).numpy())
+
+
+def text_loader():
+    return torch.utils.data.DataLoader(toy.Blobs(), batch_size=8, collate_fn=collate)
+
+
+def test_a_pipeline_trains_on_batches_of_texts_lists_and_arrays_as_on_tensors(two_ranks):
+    tensors = fit(two_ranks, **in_stages())
+    texts = fit(two_ranks, OfTexts, **in_stages(train=text_loader))
+    for seen, expected in zip(texts, tensors, strict=True):
+        assert same(seen.weights, expected.weights)
