@@ -301,7 +301,8 @@ def depends_on_parameter(loss: Tensor) -> bool:
     while pending:
         node = pending.pop()
         # Reentrant checkpoints and the like run a graph of their own in backward. DDP's sink passes the loss through.
-        is_opaque = isinstance(node, torch.autograd.function.BackwardCFunction) and "_DDPSink" not in node.name()
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        is_opaque = is_custom and "_DDPSink" not in type(node).__name__
         if is_opaque or isinstance(getattr(node, "variable", None), nn.Parameter):
             return True
         for next_node, _ in node.next_functions:
