@@ -10,7 +10,6 @@ import yaml
 
 from tests.checkout import ROOT, tracked_files
 
-CONF = ROOT / "conf"
 MODULES = tracked_files("lightning_hybrid/*.py")
 
 GROUPS = ("strategy", "callbacks")
@@ -24,7 +23,7 @@ CHOICE_OF_GROUP = r"\bcallbacks=[a-z_]+\b"
 def keys_of_files() -> set[str]:
     """Dotted keys of two words, `group.argument`, in the files of conf."""
     keys = set()
-    for path in CONF.glob("*/*.yaml"):
+    for path in tracked_files("conf/*/*.yaml"):
         content = yaml.safe_load(path.read_text()) or {}
         keys |= {f"{path.parent.name}.{name}" for name in content if isinstance(name, str) and name != "defaults"}
     return keys
