@@ -47,10 +47,12 @@ def main(cfg: DictConfig) -> None:
         topology = Topology.discover()
         world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
+        fabric.print("Every row is printed when it is measured: about 5 minutes for 2 processes of an idle CPU.")
+        fabric.print(bench_report.aligned(bench_report.HEADER), flush=True)
         rows = list[bench_report.Timing]()
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):
             rows.append(row)
-            fabric.print("  ".join(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
+            fabric.print(bench_report.aligned(bench_report.cells(rows, cfg.link_bytes_per_s)[-1]), flush=True)
         if fabric.is_global_zero:
             config, folder = config_and_folder(cfg)
             title = world if cfg.about is None else f"{world}\n{cfg.about}"

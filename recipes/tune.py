@@ -30,7 +30,8 @@ def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, 
     launched.append(fabric)
     topology = tune_setup.connect(fabric, asked)
     world = tune_setup.world_of(topology, fabric.device, asked, inside=cfg.inside)
-    line = f"{topology.world_size} ranks = {topology.num_nodes} nodes x {topology.ranks_per_node}"
+    nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
+    line = f"{topology.world_size} ranks = {nodes} x {topology.ranks_per_node}"
     fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
     return fabric.is_global_zero, measure(asked, topology, fabric.device), world
 

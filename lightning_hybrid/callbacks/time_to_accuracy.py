@@ -31,7 +31,8 @@ class TimeToAccuracy(Callback):
         stop: whether to end training there.
 
     Raises:
-        ValueError: an unknown mode; in training, a metric that validation does not log.
+        ValueError: an unknown mode, or a target that no accuracy reaches; in training, a metric that validation does
+            not log.
     """
 
     def __init__(
@@ -40,6 +41,11 @@ class TimeToAccuracy(Callback):
         target = plain_value(target)
         why = f"whether `{monitor}` reaches {target} from below, as accuracy does, or from above, as loss does"
         require_choice("mode", mode, ("max", "min"), why)
+        if monitor in (m.VAL_ACC, m.VAL_ACC_TOP5) and not 0 < target <= 1:
+            raise ValueError(
+                f"`target` (={target}) must be above 0 and at most 1: `{monitor}` is a share and no percentage. Write "
+                "target=0.759 for 75.9 %."
+            )
         self.target, self.monitor, self.mode, self.stop = target, monitor, mode, stop
         self.reached: dict[str, float] | None = None
         self._before_s = self._validation_s = 0.0  # of fits that were interrupted; of validation in all

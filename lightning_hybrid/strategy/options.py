@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -66,7 +66,7 @@ class Mean(BetweenNodes):
     (Mean(dtype='int4', error_feedback=True), 'int4 with error feedback (seed 0)', None)
     """
 
-    dtype: str | torch.dtype | None = None
+    dtype: str | torch.dtype | None = field(default=None, kw_only=False)
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class LocalSteps(BetweenNodes):
     [6, 10]
     """
 
-    every: int
+    every: int = field(kw_only=False)
     from_step: int = 0
     dtype: str | torch.dtype | None = None
     outer_lr: float = 1.0
@@ -185,7 +185,9 @@ class Comm(OptionValue):
         ValueError: a value cannot work, or `plan` and what it stands for are both given.
     """
 
-    algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = "auto"
+    algorithm: Literal["auto", "flat", "parallel_flat", "hierarchical", "two_level"] = field(
+        default="auto", kw_only=False
+    )
     bucket_bytes: int | None = None
     plan: CommPlan | Planner | str | None = None
     dtype: str | torch.dtype | None = None
@@ -291,7 +293,7 @@ def _object_meant_by(value: Any, kinds: tuple[type, ...]) -> str | None:
         if value is kind or str(value).lower().replace("_", "") == kind.__name__.lower():
             return _EXAMPLES.get(kind, f"{kind.__name__}()")
     for kind in kinds:
-        candidates: list[Mapping[str, Any]] = [{field.name: value} for field in dataclasses.fields(kind)]
+        candidates: list[Mapping[str, Any]] = [{option.name: value} for option in dataclasses.fields(kind)]
         if isinstance(value, Mapping):
             candidates = [value]
         for fields in candidates:

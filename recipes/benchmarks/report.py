@@ -102,6 +102,23 @@ def cells(rows: Sequence[Timing], link_bytes_per_s: float | None) -> list[list[s
     return table
 
 
+WIDTHS = (32, 9, 22, 10, 10, 10, 8, 12, 13)
+"""Characters of each column of the table that is printed while the benchmark runs."""
+
+
+def aligned(texts: Sequence[str]) -> str:
+    """Format one row of the table that is printed row by row: words to the left, numbers to the right.
+
+    >>> aligned(["step", "1 KiB", "ddp"])
+    'step                                1 KiB  ddp'
+    """
+    columns = []
+    for index, (text, width) in enumerate(zip(texts, WIDTHS, strict=False)):
+        is_number = index == 1 or index > 2
+        columns.append(text.rjust(width) if is_number else text.ljust(width))
+    return "  ".join(columns).rstrip()
+
+
 def markdown(rows: Sequence[Timing], link_bytes_per_s: float | None) -> str:
     """Format the table as Markdown, columns aligned, and the share of hidden communication."""
     text = [markdown_table(HEADER, cells(rows, link_bytes_per_s))]

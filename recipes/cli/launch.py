@@ -121,7 +121,9 @@ def short_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         message = f"error: {message_of(error, cfg)}"
         print(message, file=sys.stderr, flush=True)
         if HydraConfig.initialized() and is_rank_zero():
-            _remove_unused(Path(HydraConfig.get().runtime.output_dir))
+            runtime = HydraConfig.get().runtime
+            if not OmegaConf.is_missing(runtime, "output_dir"):  # else Hydra has made no directory yet
+                _remove_unused(Path(runtime.output_dir))
         raise UsageError(message) from None
 
 

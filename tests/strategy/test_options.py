@@ -65,6 +65,14 @@ def test_a_plain_value_in_place_of_an_object_is_answered_with_the_object_to_writ
         HybridAllReduceStrategy(**argument)
 
 
+def test_the_first_field_may_be_given_without_its_name():
+    assert Mean("int8") == Mean(dtype="int8")
+    assert LocalSteps(8) == LocalSteps(every=8)
+    assert Comm("flat") == Comm(algorithm="flat")
+    with pytest.raises(TypeError):
+        Mean("int8", True)
+
+
 def test_yaml_reads_off_as_a_boolean():
     for setting in ("cluster", True):
         with pytest.raises(ValueError, match=r"`shard_update` \(=.*\) must be one of 'off', 'node', 'world', False"):

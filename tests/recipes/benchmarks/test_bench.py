@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from recipes.benchmarks.gradient_sets import GradientSet, linear_8mib_shapes
-from recipes.benchmarks.report import Timing, cells, markdown, write_bench
+from recipes.benchmarks.report import HEADER, Timing, aligned, cells, markdown, write_bench
 from recipes.cli import launch
 from tests.recipes.composed import composed
 
@@ -70,6 +70,9 @@ def test_the_report_says_what_was_hidden_and_compares_with_the_first_row_of_a_ca
         for arm, size, each in given
     ]
     assert [line[-2:] for line in cells(steps, 100.0)] == [["1.00", "0.400"], ["2.00", "0.400"]]
+    header, row = aligned(HEADER), aligned(cells(steps, 100.0)[-1])
+    assert "median ms" in header
+    assert header.index("median ms") + len("median ms") == row.index("2000") + len("2000"), "numbers below their unit"
     assert replace(steps[0], num_nodes=1).bound_s(100.0) is None  # one node has no byte bound
     write_bench(tmp_path, rows, link_bytes_per_s=None, config={}, title="t")
     assert ">overlap, x: 90% of the communication is" in (tmp_path / "bench.svg").read_text()
