@@ -81,7 +81,7 @@ def searched(folder: Path, said: str) -> None:
     header, *rows = (folder / "run/table.md").read_text().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
     assert header.startswith("| rank | round | optim.lr")
-    assert [row[2] for row in cells][0] == "0.01"
+    assert cells[0][2] == "0.01"
     assert {row[4] for row in cells[1:]} <= {"diverged", "stopped"}
     assert len(cells) == 4
     assert "4 of 4 trials follow" in said
