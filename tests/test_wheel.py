@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import tracked_files
 from tests.recipes.datasets.images.pictures import write_root
 
 pytestmark = pytest.mark.long
@@ -63,6 +64,8 @@ def test_the_wheel_holds_what_runs_and_neither_records_nor_tests(installed):
     names = zipfile.ZipFile(installed.wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"lightning_hybrid"}
     assert {"lightning_hybrid/_app/conf/train.yaml", "lightning_hybrid/_app/recipes/train.py"} <= set(names)
+    pages = tracked_files("lightning_hybrid/*/templates/*") + tracked_files("recipes/*/templates/*")
+    assert len({path.name for path in pages} & {Path(name).name for name in names}) == len(pages) >= 6
     assert not [name for name in names if "record" in name or "evidence" in name or "/tests/" in name]
     assert installed.wheel.stat().st_size < 1_000_000
     page = zipfile.ZipFile(installed.wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()

@@ -93,16 +93,19 @@ def describe(
     >>> comm = CommSummary(num_steps=2, num_buckets=2, num_bytes=2_000_000, busy_s=1.0, exposed_s=0.1,
     ...                    least_bytes_across=2e6, bytes_across=3e6)
     >>> describe(comm, exposed_s=0.05, exposed_share=0.05, link_bytes_per_s=4e6)
-    '50 ms exposed per step (5.0 %), 1.5 MB per node and step, 2 MB/s = 50 % of the link'
+    '50 ms exposed per logged step (5.0 %), 1.5 MB per node and step, 2 MB/s = 50 % of the link'
     >>> describe(CommSummary(num_steps=1, num_buckets=1, num_bytes=8))
     '0 ms exposed per step, none between nodes'
     """
     if comm is None or not comm.num_steps:
         return "not measured"
-    exposed_s = _ratio(comm.exposed_s, comm.num_steps) if exposed_s is None else exposed_s
+    steps = "logged step"
+    if exposed_s is None:
+        steps = "step"
+        exposed_s = _ratio(comm.exposed_s, comm.num_steps)
     achieved = comm.achieved_bytes_per_s
     share = "" if exposed_share is None else f" ({100 * exposed_share:.1f} %)"
-    parts = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per step{share}"]
+    parts = ["time not measured" if exposed_s is None else f"{1e3 * exposed_s:.3g} ms exposed per {steps}{share}"]
     across = comm.bytes_across / comm.num_steps
     parts.append(f"{across / 1e6:.3g} MB per node and step" if across else "none between nodes")
     if achieved is not None:

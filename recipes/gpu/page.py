@@ -5,7 +5,6 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_hybrid.callbacks.run_report import html_page
 from recipes.gpu.runner import ON_GLOO, Check, CheckOutcome, Details, summary
@@ -14,9 +13,7 @@ ARCHIVE = "gpu_report.zip"
 MOST_BYTES = 4 * 2**20  # of logs, before compression: the archive stays below 5 MB
 COMMAND = "`python recipes/gpu_check.py`"
 RECORDS = "recipes/records/README.md"
-_STYLE = """<style> td:first-child { white-space: nowrap; } td:last-child { overflow-wrap: anywhere; }
-pre { overflow-x: auto; font-size: 0.85rem; } @media (max-width: 40rem) { td { padding-right: 0.4rem; } }
-.FAIL { color: #d33; font-weight: bold; } .PASS, .FAST { color: #2a8f3c; } .SKIP, .SLOW { color: #b8860b; } </style>"""
+TEMPLATE = Path(__file__).parent / "templates" / "gpu_check.html"
 
 
 def promises(checks: Sequence[Check], outcomes: Sequence[CheckOutcome]) -> list[str]:
@@ -82,29 +79,14 @@ def write(out: Path, checks: Sequence[Check], outcomes: Sequence[CheckOutcome], 
 def _page(checks: Sequence[Check], outcomes: Sequence[CheckOutcome], environment: Details) -> str:
     gpus = environment.get("gpus")
     title = f"GPU check: {len(gpus)} x {gpus[0]}" if gpus else "GPU check: what a CPU can answer"
-    rows = [(one.status, one.name, f"{one.seconds:.1f}", one.message) for one in outcomes]
-    table = html_page.table(["", "check", "s", "what was found"], rows)
-    for status in ("PASS", "FAIL", "SKIP", "FAST", "SLOW"):
-        table = table.replace(f"<td>{status}</td>", f'<td class="{status}">{status}</td>')
-    sections = [_STYLE, *map(html_page.paragraph, promises(checks, outcomes)), html_page.paragraph(summary(outcomes))]
-    sections.append(html_page.section("Checks", table))
-    for one in outcomes:
-        if found := one.details.get("table"):
-            sections.append(
-                html_page.section(one.name, html_page.table(list(found[0]), [row.values() for row in found]))
-            )
-    for one in outcomes:
-        if one.status == "FAIL":
-            words = "\n".join(str(one.details[key]) for key in ("error", "log") if one.details.get(key))
-            sections.append(html_page.section(f"{one.name}: its last words", _text(words), is_open=False))
-    short = {name: value for name, value in environment.items() if "\n" not in str(value)}
-    sections.append(html_page.section("Machine", html_page.table(["", ""], short.items())))
-    sections += [html_page.section(name, _text(text)) for name, text in environment.items() if name not in short]
-    return html_page.page(title, sections)
-
-
-def _text(text: Any) -> str:
-    return html_page.paragraph(str(text)).replace("<p>", "<pre>").replace("</p>", "</pre>")
+    return html_page.render(
+        TEMPLATE,
+        title=title,
+        summary=[*promises(checks, outcomes), summary(outcomes)],
+        outcomes=outcomes,
+        short_facts={name: value for name, value in environment.items() if "\n" not in str(value)},
+        long_facts={name: value for name, value in environment.items() if "\n" in str(value)},
+    )
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lightning_hybrid.callbacks.run_report.figure import Panel, in_units
 from recipes.cli.results import write_json
 from recipes.cli.usage import command
 
+TEMPLATE = Path(__file__).parent / "templates" / "comparison.html"
 FILES = ("summary.json", "curves.json")
 # Title, metric, unit, whether it is drawn over time too.
 PANELS = (
@@ -29,9 +30,15 @@ PANELS = (
     ("Learning rate", m.TRAIN_LR, "", False),
     ("Images per second", m.IMAGES_PER_S, "", False),
 )
+RESULTS = ("test", "val")
+"""Groups of metrics that come first."""
 MOST_POINTS = 80  # of a curve in a picture: a noisy loss is drawn as means of several
 _OF_THE_PLACE = ("run_dir", "default_root_dir", "dirpath", "save_dir")
 """Keys that hold where a run was written: they differ between any two."""
+_OF_HYDRA = ("_partial_", "_recursive_", "_convert_", "_args_")
+"""Keys that say how a part is built."""
+_COPY = ".kept."
+"""Group of keys under which checkpoints have a copy of other keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,17 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Flat configuration, keys as on the command line."""
-        return html_page.flatten(self.summary["config"] or {})
+        """Flat configuration: keys as on the command line, and the name of the class for each part that has one."""
+        config = {}
+        for key, value in html_page.flatten(self.summary["config"] or {}).items():
+            parent, _, name = key.rpartition(".")
+            if name in _OF_HYDRA or _COPY in key:
+                continue
+            if name == "_target_":
+                config[parent] = str(value).rpartition(".")[2]
+            else:
+                config[key] = value
+        return config
 
     def over_time(self, name: str) -> list[tuple[float, float]]:
         """Return a curve against seconds since training began, interpolated between steps whose time is known."""
@@ -205,7 +221,7 @@ def _draw(
 
 
 def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a row for each final metric in its unit, what has a best first, and the best of each row marked."""
+    """Return a row for each final metric in its unit, results first, with the best of each row marked."""
     rows = []
     for name, values in final_metrics(runs).items():
         known = m.metric_of(name.removesuffix(", best"))
@@ -216,25 +232,25 @@ def marked_metrics(runs: Sequence[Run]) -> list[tuple[str, ...]]:
             winner = best(there)
             pairs = zip(cells, values, strict=True)
             cells = [html_page.Good(f"{cell} (best)") if value == winner else cell for cell, value in pairs]
-        rows.append((best is None, (name, *cells)))
-    return [row for _, row in sorted(rows, key=lambda each: each[0])]
+        group = name.partition("/")[0]
+        order = RESULTS.index(group) if group in RESULTS else len(RESULTS)
+        rows.append((best is None, order, (name, *cells)))
+    rows.sort(key=lambda row: row[:2])
+    return [cells for *_, cells in rows]
 
 
 def html(runs: Sequence[Run], panels: Sequence[Panel], *, title: str) -> str:
-    """Format the page: differing keys, final metrics, pictures, the runs' folders."""
-    names = [run.name for run in runs]
-    differing = [(key, *values) for key, values in differing_keys(runs).items()]
-    same = "The configurations are the same." if all(run.config for run in runs) else "Not every run saved its own."
-    folders = [(run.name, run.summary.get("environment", {}).get("commit"), run.folder) for run in runs]
-    sections = [
-        html_page.section(
-            "Differing keys", html_page.table(["key", *names], differing) if differing else html_page.paragraph(same)
-        ),
-        html_page.section("Final metrics", html_page.table(["metric", *names], marked_metrics(runs))),
-        html_page.section("Curves", html_page.pictures(panels)),
-        html_page.section("Runs", html_page.table(["name", "commit", "folder"], folders)),
-    ]
-    return html_page.page(title, sections)
+    """Format the page: final metrics, pictures, differing keys, the runs' folders."""
+    return html_page.render(
+        TEMPLATE,
+        title=title,
+        names=[run.name for run in runs],
+        metrics=marked_metrics(runs),
+        pictures=html_page.pictures(panels),
+        differing=[(key, *values) for key, values in differing_keys(runs).items()],
+        has_configs=all(run.config for run in runs),
+        folders=[(run.name, run.summary.get("environment", {}).get("commit"), run.folder) for run in runs],
+    )
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, title: str) -> None:

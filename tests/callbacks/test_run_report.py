@@ -44,9 +44,10 @@ def test_a_report_has_a_picture_a_summary_and_a_table(written):
     assert table.splitlines() == [
         "test accuracy  75.00% of the last weights",
         "validation     50.00% of the last weights, best 50.00% after step 4",
-        "throughput     32 images/s on 2 ranks",
+        "throughput     32 images/s on 2 ranks, mean of logged steps",
         "skipped steps  0 of 8",
-        "communication  50 ms exposed per step (10.0 %), 0.003 MB per node and step, 0.016 MB/s = 50 % of the link",
+        "communication  50 ms exposed per logged step (10.0 %), 0.003 MB per node and step, "
+        "0.016 MB/s = 50 % of the link",
         f"run directory  {run_dir}",
         f"report         {run_dir}/run.html",
     ]
@@ -98,7 +99,12 @@ def test_the_page_of_a_run_needs_no_other_file(written):
     assert rows["optim.note"] == ["<b>"]
     assert "optim.lr=0.1" in content
     assert "comm: 2 ranks = 1 node x 2" in content
-    assert "Bucket 1 is waited for longest: 50 ms" in content
+    assert "Bucket 1 is waited for longest: 50 ms, mean" in content
+    # of what the first table has for the whole run, no other figure is shown
+    logged = json.loads((run_dir / "summary.json").read_text())["metrics"]
+    for name in (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_SKIPPED_STEPS):
+        assert name in logged
+        assert not [row for row in rows if row.startswith(name)]
     assert not list(run_dir.glob(".*.part"))
 
 

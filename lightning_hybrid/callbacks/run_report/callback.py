@@ -229,7 +229,10 @@ class RunReport(Callback):
         found = {
             "test accuracy": (True, "" if accuracy is None else f"{accuracy:.2%} of {weights}"),
             "validation": (True, validation or ""),
-            "throughput": (True, "" if speed is None else f"{speed:,.0f} images/s on {ranks}"),
+            "throughput": (
+                True,
+                "" if speed is None else f"{speed:,.0f} images/s on {ranks}, mean of logged steps",
+            ),
             "skipped steps": (
                 20 * (skipped or 0) <= trainer.global_step,
                 "" if skipped is None else f"{skipped:.0f} of {trainer.global_step}",

@@ -2,75 +2,51 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.ticker import EngFormatter
 
 from lightning_hybrid.callbacks.run_report.figure import Panel, figure_of, svg_of
 
-_STYLE = """
-:root { color-scheme: light dark; } body { color: CanvasText; background: Canvas; overflow-wrap: break-word;
-font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 72rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2rem; } summary { cursor: pointer; }
-table { border-collapse: collapse; font-size: 0.9rem; } th { color: GrayText; font-weight: normal; }
-th, td { text-align: left; padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
-.note td:not(:last-child) { white-space: nowrap; } .scrolls { overflow-x: auto; }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figures svg { max-width: 100%; height: auto; } td.good { font-weight: bold; }
-td:last-child { overflow-wrap: anywhere; }
-@media (max-width: 40rem) { th, td { padding-right: 0.5rem; } .note th { display: none; }
-tr.note { display: flex; flex-wrap: wrap; border-bottom: 1px solid #8886; } tr.note td { border: 0; padding-top: 0; }
-tr.note td:first-child, tr.note td:last-child { flex-basis: 100%; } tr.note td:last-child { opacity: 0.8; } }
-"""
+TEMPLATES = Path(__file__).parent / "templates"
+"""Folder of the frame, the style and the parts of all pages."""
 
 
 class Good(str):
     """Text of a cell that is the best of its row."""
 
 
-def page(title: str, sections: Iterable[str]) -> str:
-    """Return a whole page; `title` is text, `sections` are HTML."""
-    name = html.escape(title)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{name}</title><style>{_STYLE}</style>"
-    body = "\n".join([f"<h1>{name}</h1>", *sections])
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+def render(template: Path, **values: Any) -> str:
+    """Fill in a template. All values are escaped, except those that the template marks as safe.
 
+    Args:
+        template: File, which may extend `base.html` and import from `blocks.html`.
+        values: Values of its names; `title` is that of the page.
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, has_notes: bool = False) -> str:
-    """Return a table of any values, as text; a phone shows the last column of one with notes below the row.
-
-    >>> table(["name"], [["<b>"], [None], [0.123456789]]).count("</tr>"), "&lt;b&gt;" in table([], [["<b>"]])
-    (4, True)
+    >>> page = render(TEMPLATES / "base.html", title="<b>")
+    >>> "<title>&lt;b&gt;</title>" in page, "color-scheme" in page
+    (True, True)
     """
-    row = '<tr class="note">' if has_notes else "<tr>"
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = [f"{row}{head}</tr>"] if any(header) else []
-    for cells in rows:
-        marks = [' class="good"' if isinstance(cell, Good) else "" for cell in cells]
-        texts = [html.escape(format_value(cell)) for cell in cells]
-        lines.append(row + "".join(f"<td{m}>{t}</td>" for m, t in zip(marks, texts, strict=True)) + "</tr>")
-    return '<div class="scrolls"><table>\n' + "\n".join(lines) + "\n</table></div>"
+    environment = Environment(
+        loader=FileSystemLoader([TEMPLATES, template.parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["value"] = format_value
+    environment.filters["dictvalues"] = lambda row: row.values()
+    environment.tests["good"] = lambda cell: isinstance(cell, Good)
+    return environment.get_template(template.name).render(values).lstrip()
 
 
-def section(title: str, content: str, *, is_open: bool = True) -> str:
-    """Return a heading over `content` (HTML); a closed section opens at a click; nothing for no content."""
-    name = html.escape(title)
-    if not content or is_open:
-        return f"<h2>{name}</h2>\n{content}" if content else ""
-    return f"<details><summary><h2 style='display: inline-block'>{name}</h2></summary>\n{content}\n</details>"
-
-
-def paragraph(words: str) -> str:
-    """Return a paragraph of text; nothing for no words."""
-    return f"<p>{html.escape(words)}</p>" if words else ""
-
-
-def pictures(panels: Sequence[Panel]) -> str:
-    """Return panels as pictures of their own, side by side where there is room."""
-    return f'<div class="figures">{"".join(svg_of(figure_of([panel])) for panel in panels)}</div>' if panels else ""
+def pictures(panels: Sequence[Panel]) -> list[str]:
+    """Return each panel as an SVG of its own."""
+    return [svg_of(figure_of([panel])) for panel in panels]
 
 
 def format_value(value: Any, unit: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ PANELS: tuple[tuple[str, Any, dict[str, str], str, float, int], ...] = (
     ("Accuracy: {:.2%} at best", max, {m.VAL_ACC: "validation", m.TEST_ACC: "test"}, "%", 100.0, 0),
     ("Learning rate: {:.3g} at most", max, {m.TRAIN_LR: "_"}, "", 1.0, 0),
     ("Loss scale: {:,.0f} at the end", _last, {m.TRAIN_LOSS_SCALE: "_"}, "", 1.0, 2),
-    ("Waiting for gradients: {:.1%} of a step", statistics.mean, {m.COMM_EXPOSED_SHARE: "_"}, "%", 100.0, 0),
+    ("Waiting for gradients, share of each logged step", _last, {m.COMM_EXPOSED_SHARE: "_"}, "%", 100.0, 0),
 )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def _buckets(comm: CommSummary | None) -> list[Panel]:
 
     def draw(axes: Axes) -> None:
         bucket, exposed_s, _ = longest[0]
-        axes.set_title(f"Bucket {bucket.index} is waited for longest: {html_page.format_value(exposed_s, 's')}")
+        axes.set_title(f"Bucket {bucket.index} is waited for longest: {html_page.format_value(exposed_s, 's')}, mean")
         places = [-place for place in range(len(shown))]
         axes.barh(places, [in_flight_s for _, _, in_flight_s in shown], color=FAINT)
         axes.barh(places, [exposed_s for _, exposed_s, _ in shown], height=0.4, color=SERIES[0])
@@ -84,26 +83,49 @@ def _buckets(comm: CommSummary | None) -> list[Panel]:
     return [(draw, 100 + 20 * len(shown))] if timed else []
 
 
+SHOWN_ABOVE = (m.IMAGES_PER_S, m.COMM_EXPOSED_S, m.COMM_EXPOSED_SHARE, m.TRAIN_SKIPPED_STEPS)
+"""Metrics of which the page shows one figure for the whole run, in its first table, and not the last one logged."""
+
+
 def html_of(summary: Mapping[str, Any], panels: Sequence[Panel], findings: Mapping[str, tuple[bool, str]]) -> str:
-    """Return the page of a run. `summary`: what `summary.json` holds; `findings`: whether each went well, and words."""
-    plan, overrides, comm = summary["communication_plan"], summary["overrides"], summary["communication"]
-    well = [("✓", name, html_page.Good(words)) for name, (is_good, words) in findings.items() if is_good]
-    others = [("", name, words) for name, (is_good, words) in findings.items() if not is_good]
-    metrics = []
-    for name, value in summary["metrics"].items():
-        known = m.metric_of(name)
-        unit, meaning = ("1", "") if known is None else (known.unit, known.meaning)
-        metrics.append((name, *(html_page.format_value(v, unit) for v in (value, summary["best"].get(name))), meaning))
-    config = html_page.flatten(summary["config"] or {})
-    rows = [(name, value) for name, value in summary["environment"].items() if value is not None]
-    table = html_page.table(["metric", "last", "best", "meaning"], metrics, has_notes=True)
-    sections = [
-        html_page.table(["", "", ""], [*well, *others]),
-        html_page.paragraph("" if plan is None or comm is None else plan),
-        html_page.pictures(panels),
-        html_page.section("Metrics", table if metrics else ""),
-        html_page.section("Given on the command line", html_page.paragraph(" ".join(overrides or ()))),
-        html_page.section("Environment", html_page.table(["", ""], [("folder", summary["run_dir"]), *rows])),
-        html_page.section("Configuration", html_page.table(["", ""], config.items()) if config else "", is_open=False),
-    ]
-    return html_page.page(f"Run {Path(summary['run_dir']).name}", sections)
+    """Return the page of a run.
+
+    Args:
+        summary: Content of `summary.json`.
+        panels: Pictures.
+        findings: By name whether a result is good, and the result as text.
+    """
+    good = [("✓", name, html_page.Good(text)) for name, (is_good, text) in findings.items() if is_good]
+    others = [("", name, text) for name, (is_good, text) in findings.items() if not is_good]
+    environment = [("folder", summary["run_dir"])]
+    environment += [(name, value) for name, value in summary["environment"].items() if value is not None]
+    plan = summary["communication_plan"] if summary["communication"] is not None else None
+    return html_page.render(
+        html_page.TEMPLATES / "run.html",
+        title=f"Run {Path(summary['run_dir']).name}",
+        findings=[*good, *others],
+        plan=plan,
+        pictures=html_page.pictures(panels),
+        metrics=_metric_rows(summary["metrics"], summary["best"]),
+        overrides=summary["overrides"],
+        environment=environment,
+        config=html_page.flatten(summary["config"] or {}),
+    )
+
+
+def _metric_rows(last: Mapping[str, float], best: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+    """Return name, last value, best value and meaning of each metric that is not shown above."""
+    rows = []
+    for name, value in last.items():
+        if name.startswith(SHOWN_ABOVE):
+            continue
+        metric = m.metric_of(name)
+        unit = "1"
+        meaning = ""
+        if metric is not None:
+            unit = metric.unit
+            meaning = metric.meaning
+        last_text = html_page.format_value(value, unit)
+        best_text = html_page.format_value(best.get(name), unit)
+        rows.append((name, last_text, best_text, meaning))
+    return rows

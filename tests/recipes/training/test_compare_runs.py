@@ -48,8 +48,17 @@ def test_runs_are_laid_side_by_side(two_runs, tmp_path):
     html = (tmp_path / "out/report.html").read_text()
     assert "Two &lt;rates&gt;" in html
     assert "src=" not in html
-    assert html.index("Differing keys") < html.index("Final metrics") < html.index(">Validation accuracy</text>")
-    assert '<td class="good">0.6 (best)</td>' in html
+    assert html.index("Final metrics") < html.index(">Validation accuracy</text>") < html.index("Differing keys")
+    assert '<td class="good" data-label="b">0.6 (best)</td>' in html  # a phone shows the name of the column
+    assert '<td>optim.lr</td><td data-label="a">1</td><td data-label="b">2</td>' in html
+
+
+def test_differing_keys_name_classes_and_leave_out_copies(two_runs):
+    runs = compare_runs.read_runs(two_runs)
+    for run, optimizer in zip(runs, ("lightning_hybrid.optim.LARS", "torch.optim.SGD"), strict=True):
+        part = {"_target_": optimizer, "_partial_": optimizer.endswith("SGD"), "lr": 1.0}
+        run.summary["config"] = {"optim": part, "callbacks": {"configuration": {"kept": {"optim": part}}}}
+    assert compare_runs.differing_keys(runs) == {"optim": ["LARS", "SGD"]}
 
 
 def test_curves_are_drawn_over_steps_and_over_time(two_runs):
