@@ -1,23 +1,31 @@
 """Plan of a run before renting: `python recipes/simulate.py cluster=p40_roce model=resnet50 num_nodes=256`."""
 
+import importlib.util
 from typing import Any, Literal
 
 import _path  # noqa: F401
 import hydra
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.node_wire import WireName
-from lightning_hybrid.planning.simulate import Jitter
+from lightning_hybrid.planning.estimates.failures import Failures
+from lightning_hybrid.planning.estimates.layers import WithoutValues, flops_per_image, layers_of
+from lightning_hybrid.planning.estimates.run_time import PlannedRun, RunTime
+from lightning_hybrid.planning.estimates.scenario import PEAK_SHARE, Scenario, Search
+from lightning_hybrid.planning.model.cluster import Cluster
+from lightning_hybrid.planning.model.node_wire import WireName
+from lightning_hybrid.planning.model.simulate import Jitter
+from lightning_hybrid.planning.report.memory_report import MemorySettings
+from lightning_hybrid.planning.report.run_lines import ComparedRun, comparison_table, preset_of
+from lightning_hybrid.planning.report.simulate_report import SimulationReport
 from recipes.cli import config_check, launch
 from recipes.cli.ranges import Count, NotNegative, Positive
-from recipes.cli.results import config_and_folder
-from recipes.planning import simulate_report
-from recipes.planning.estimates.failures import Failures
-from recipes.planning.run_time import comparison
-from recipes.planning.scenario import Search, scenario_of
+from recipes.cli.results import config_and_folder, environment
+from recipes.training.gathered_blocks import gathered_alone
 
 launch.register_resolvers()
 
@@ -62,18 +70,182 @@ KEYS: dict[str, Any] = {
 """Keys of conf/simulate.yaml and conf/cluster, and what each must hold."""
 
 
+def network_of(cfg: DictConfig) -> nn.Module:
+    """Build the network on the meta device: shapes suffice, and a large network needs no memory for its weights."""
+    with WithoutValues():
+        network: nn.Module = instantiate(cfg.model)
+    return network
+
+
+def rate_of(cfg: DictConfig, model_name: str, flops: int) -> tuple[float, bool]:
+    """Return images per second of one device alone, and whether it is an estimate from the peak.
+
+    Args:
+        cfg: The configuration.
+        model_name: Name of the network in the rates of the cluster.
+        flops: FLOPs of one image in a training step.
+
+    Raises:
+        ValueError: It is nowhere given, and no peak is.
+    """
+    rate = cfg.images_per_s
+    if rate is None:
+        rate = cfg.cluster.images_per_s.get(model_name)
+    if rate is not None:
+        return float(rate), False
+    if cfg.cluster.peak_flops is not None and flops:
+        return PEAK_SHARE * cfg.cluster.peak_flops / flops, True
+    raise ValueError(
+        f"`images_per_s` (=null) must be given: {cfg.cluster.about} has no rate for model={model_name}. It is what "
+        "one device alone trains per second: measure it, or look it up, and give images_per_s=<rate>, or "
+        "cluster.peak_flops=<FLOP/s> for an estimate."
+    )
+
+
+def scenario_of(cfg: DictConfig, network: nn.Module) -> Scenario:
+    """Make the scenario of a configuration."""
+    layers = tuple(layers_of(network, list(cfg.image_shape)))
+    model_name = HydraConfig.get().runtime.choices["model"]
+    rate, is_estimated = rate_of(cfg, model_name, flops_per_image(layers))
+    return Scenario(
+        layers=layers,
+        images_per_s=rate,
+        is_rate_estimated=is_estimated,
+        batch_size_per_rank=cfg.batch_size_per_rank,
+        input_images_per_s=cfg.cluster.input_images_per_s,
+        update_s=cfg.update_s,
+        cluster=instantiate(cfg.cluster.links),
+        plan=instantiate(cfg.plan),
+        itemsize=cfg.itemsize,
+        on_cuda=cfg.cluster.on_cuda,
+        algorithm=cfg.algorithm,
+        cuts=None if cfg.cuts is None else tuple(cfg.cuts),
+        num_columns=cfg.num_columns,
+        jitter=instantiate(cfg.jitter),
+        num_steps=cfg.num_steps,
+        comm_dtype_across_nodes=cfg.comm_dtype_across_nodes,
+        sync_across_nodes_every=cfg.sync_across_nodes_every,
+    )
+
+
+def planned_run_of(cfg: DictConfig) -> PlannedRun:
+    """Make the length, failures and rates of the run of a configuration."""
+    choices = HydraConfig.get().runtime.choices
+    return PlannedRun(
+        about=f"cluster={choices['cluster']} ({cfg.cluster.about}), model={choices['model']}",
+        epochs=cfg.epochs,
+        images_per_epoch=cfg.images_per_epoch,
+        failures=instantiate(cfg.failures),
+        watts_per_node=cfg.cluster.watts_per_node,
+        price_per_node_hour=cfg.cluster.price_per_node_hour,
+    )
+
+
+def memory_settings_of(cfg: DictConfig, network: nn.Module) -> MemorySettings:
+    """Make the settings on which the memory of a rank depends."""
+    gathered_numels = []
+    for block in gathered_alone(network):
+        gathered_numels.append(sum(parameter.numel() for parameter in block.parameters()))
+    return MemorySettings(
+        precision=cfg.precision,
+        optimizer=cfg.optimizer,
+        image_shape=list(cfg.image_shape),
+        gathered_numels=gathered_numels,
+        memory_bytes=cfg.cluster.gpu_memory_bytes,
+        is_tracked=cfg.track_memory,
+    )
+
+
+def given_keys(cfg: DictConfig) -> set[str]:
+    """Return the keys that the command line has, and `images_per_s` where a file has it."""
+    given = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+    if cfg.images_per_s is not None:
+        given.add("images_per_s")
+    return given
+
+
+def report_of(cfg: DictConfig) -> SimulationReport:
+    """Simulate the run of a configuration."""
+    network = network_of(cfg)
+    scenario = scenario_of(cfg, network)
+    return SimulationReport.of(
+        scenario,
+        network,
+        planned_run_of(cfg),
+        memory_settings_of(cfg, network),
+        search=None if cfg.search is None else instantiate(cfg.search),
+        scaling_ranks=cfg.scaling_ranks,
+        preset=preset_of(scenario, given_keys(cfg)),
+    )
+
+
+def comparison(cfg: DictConfig) -> str:
+    """Plan the same run on each cluster of `compare`; return one table, the cheapest run first.
+
+    Raises:
+        ValueError: There are other numbers of clusters than of prices.
+    """
+    names = list(cfg.compare)
+    prices = list(cfg.prices_per_node_hour or [])
+    if prices and len(prices) != len(names):
+        raise ValueError(
+            f"`prices_per_node_hour` (={prices}) must have a price for each of `compare` (={names}): the order is the "
+            "same. Give as many, or leave it out."
+        )
+    differing = ("cluster=", "compare=", "prices_per_node_hour=")
+    shared = []
+    for override in HydraConfig.get().overrides.task:
+        if not override.lstrip("+").startswith(differing):
+            shared.append(override)
+    compared = []
+    for index, name in enumerate(names):
+        cluster_cfg = compose("simulate", [*shared, f"cluster={name}"])
+        scenario = scenario_of(cluster_cfg, network_of(cluster_cfg))
+        planned = planned_run_of(cluster_cfg)
+        step_s = scenario.run().step_s
+        num_steps = planned.num_steps(scenario.global_batch_size)
+        compared.append(
+            ComparedRun(
+                cluster=name,
+                scenario=scenario,
+                step_s=step_s,
+                run=RunTime.of(scenario, step_s, num_steps, planned.failures),
+                price_per_node_hour=prices[index] if prices else planned.price_per_node_hour,
+            )
+        )
+    return comparison_table(compared)
+
+
+def check_pictures(cfg: DictConfig) -> None:
+    """Refuse pictures where nothing can draw them, before the run is simulated.
+
+    Raises:
+        ValueError: Matplotlib is not installed.
+    """
+    if cfg.pictures and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "`pictures` (=true) must have matplotlib, which is not installed. Install it with: pip install "
+            "'lightning-hybrid[report]', or leave pictures=true out."
+        )
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> None:
     """Simulate; print the answer; write `simulate.json`, `table.md`, a timeline and, if asked for, pictures."""
     with launch.short_errors(cfg):
         config_check.check(cfg, KEYS)
+        check_pictures(cfg)
         if cfg.compare:
             print(comparison(cfg))
             return
-        found = simulate_report.SimulationReport.of(scenario_of(cfg), cfg)
+        report = report_of(cfg)
     config, folder = config_and_folder(cfg)
-    found.write(folder, config)
-    print(f"{found.printed()}\n\nwritten to {folder.resolve()}", flush=True)
+    report.write(folder, config, environment())
+    if cfg.pictures:
+        from lightning_hybrid.planning.report import pictures  # here: it imports matplotlib, which takes a second
+
+        pictures.draw_simulation(report, folder)
+    print(f"{report.printed()}\n\nwritten to {folder.resolve()}", flush=True)
 
 
 if __name__ == "__main__":

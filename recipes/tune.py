@@ -1,35 +1,176 @@
 """Measurement of links and choice of a plan: `python recipes/tune.py world.devices=4`, or torchrun."""
 
 import logging
-from dataclasses import replace
-from typing import Any
+import os
+import tempfile
+import threading
+import time
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
 
 import _path  # noqa: F401
 import hydra
+import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from omegaconf import DictConfig
+from torch import nn
 
-from recipes.cli import launch
-from recipes.cli.results import config_and_folder
-from recipes.planning import tune_report, tune_setup
-from recipes.planning.calibration.microbenchmarks import Measurements, measure
-from recipes.planning.calibration.overhead_fit import MeasuredSetup
+from lightning_hybrid.checks import first_line
+from lightning_hybrid.comm import CommPlan, Topology
+from lightning_hybrid.planning.calibration.measured_setup import (
+    check_same_on_all_ranks,
+    read_measurements,
+    read_nccl_log,
+    world_of,
+)
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, measure, validate
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+from lightning_hybrid.planning.estimates.layers import layers_of, work_of
+from lightning_hybrid.planning.model.workload import StepWorkload
+from lightning_hybrid.planning.report import pictures
+from lightning_hybrid.planning.report.tune_report import TuneReport, TuneWords
+from recipes.cli import config_check, launch
+from recipes.cli.ranges import Count, Positive, Ranks
+from recipes.cli.results import config_and_folder, environment
+from recipes.cli.usage import command
+from recipes.cli.world import num_ranks
 
 launch.register_resolvers()
+
+
+KEYS: dict[str, Any] = {
+    "world.accelerator": str,
+    "world.devices": Ranks | list[int] | str,
+    "world.num_nodes": Ranks,
+    "name": str,
+    "about": str | None,
+    "measure": Measurement,
+    "samples": str | None,
+    "inside": Literal["nvlink", "pci"],
+    "nccl_log": str | None,
+    "image_shape": list[Count],
+    "batch_size_per_rank": Count,
+    "images_per_s": Positive | None,
+    "plan": CommPlan,
+    "num_shown": Count,
+    "run_dir": str,
+    "model": nn.Module,
+}
+
+
+def check_tune_keys(cfg: DictConfig) -> None:
+    """Refuse, before any rank is started, what would make the measurement useless.
+
+    Raises:
+        ValueError: A hole, one rank, a name that is no file's, a folder that cannot be written.
+    """
+    config_check.check(cfg, KEYS)
+    if cfg.samples is None and num_ranks(cfg.world.devices, cfg.world.num_nodes, cfg.world.accelerator) == 1:
+        raise ValueError(
+            f"`world.devices` (={cfg.world.devices}) must make two ranks or more with `world.num_nodes` "
+            f"(={cfg.world.num_nodes}): links are between ranks, and one has none. Give world.devices=<ranks of a "
+            "node>, or start it by torchrun on several nodes."
+        )
+    if not str(cfg.name).isidentifier():
+        raise ValueError(f"`name` (={cfg.name}) must be letters, digits and _: it becomes cluster=<name>.")
+    folder = Path(cfg.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Before the ranks start: what they measure for minutes must have a place.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"`hydra.run.dir` (={folder}) must be a folder that can be written: {error.strerror}. What is measured "
+            "would be lost: give hydra.run.dir=<folder>."
+        ) from error
+
+
+def configured_work(cfg: DictConfig) -> StepWorkload:
+    """Return the step to plan for: of a rate, or gradients that nothing hides."""
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    layers = layers_of(model, list(cfg.image_shape))
+    if cfg.images_per_s is not None:
+        return work_of(layers, batch_size=cfg.batch_size_per_rank, images_per_s=cfg.images_per_s)
+    numels = (numel for layer in reversed(layers) for numel in reversed(layer.numels))
+    return StepWorkload(forward_s=0.0, gradients=tuple((numel, 0.0) for numel in numels))
+
+
+def connecting_strategy(timeout_s: float) -> DDPStrategy:
+    """Make the strategy that starts or joins the ranks, and does not wait for ever."""
+    return DDPStrategy(timeout=timedelta(seconds=timeout_s))
+
+
+def end_with_parent() -> None:
+    """Let a rank that another process has started end within a second of it: it would wait for ranks that are gone."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def connect(fabric: Fabric, asked: Measurement) -> Topology:
+    """Start or join the ranks; return which ranks share a node.
+
+    Collective.
+
+    Raises:
+        ValueError: They do not find each other, were asked for different things, or nodes are not equal.
+    """
+    try:
+        fabric.launch()
+        topology = Topology.discover()
+        answers: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(answers, asdict(asked))
+    except RuntimeError as error:
+        raise ValueError(
+            f"`world` (={fabric.world_size} ranks) must be able to connect: {first_line(error)}. Are all "
+            f"ranks started, within measure.timeout_s={asked.timeout_s:g} s of each other? Do they reach each other on "
+            "the interface that GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names, or, if unset, that of the "
+            "host's name?"
+        ) from error
+    check_same_on_all_ranks(answers)
+    validate(topology)
+    return topology
+
+
+def words_of(cfg: DictConfig, network: str) -> TuneWords:
+    """Make the names in the report of a configuration."""
+    return TuneWords(name=cfg.name, network=network, about=cfg.about, num_shown=cfg.num_shown)
+
+
+def usage_lines(folder: Path, name: str) -> str:
+    """Format how to use the files that were written."""
+    return "\n".join(
+        [
+            f"written to {folder.resolve()}; use it by",
+            f"  {command('simulate')} --config-dir={folder} cluster={name} num_nodes=<nodes>",
+            f"  {command('train')} strategy.comm.plan={folder / 'plan.json'}",
+        ]
+    )
 
 
 def measured(cfg: DictConfig, launched: list[Any]) -> tuple[bool, Measurements, MeasuredSetup]:
     """Return whether this is rank zero, the times, and their setup. Starts or joins the ranks."""
     if cfg.samples is not None:
-        return True, *tune_setup.read_measurements(cfg.samples)
+        return True, *read_measurements(cfg.samples)
     asked = instantiate(cfg.measure)
-    tune_setup.end_with_parent()
-    fabric = Fabric(strategy=tune_setup.strategy(asked.timeout_s), **cfg.world)
+    end_with_parent()
+    fabric = Fabric(strategy=connecting_strategy(asked.timeout_s), **cfg.world)
     launched.append(fabric)
-    topology = tune_setup.connect(fabric, asked)
-    world = tune_setup.world_of(topology, fabric.device, asked, inside=cfg.inside)
+    topology = connect(fabric, asked)
+    world = world_of(topology, fabric.device, asked, inside=cfg.inside)
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
     line = f"{topology.world_size} ranks = {nodes} x {topology.ranks_per_node}"
     fabric.print(f"tune: {line}; measuring for at most {asked.limit_s:g} s", flush=True)
@@ -41,16 +182,18 @@ def main(cfg: DictConfig) -> None:
     """Measure on all ranks; rank zero fits, chooses, prints and writes."""
     with launch.job(cfg) as launched, launch.short_errors(cfg):
         logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-        tune_setup.check_tune_keys(cfg)
-        plan, work = instantiate(cfg.plan), tune_setup.configured_work(cfg)
-        logged = {} if cfg.nccl_log is None else tune_setup.read_nccl_log(cfg.nccl_log)
+        check_tune_keys(cfg)
+        plan = instantiate(cfg.plan)
+        work = configured_work(cfg)
+        logged = {} if cfg.nccl_log is None else read_nccl_log(cfg.nccl_log)
         is_first, samples, world = measured(cfg, launched)
         if is_first:
             config, folder = config_and_folder(cfg)
-            network = str(HydraConfig.get().runtime.choices["model"])
-            found = tune_report.TuneReport.of(samples, replace(world, **logged), work, plan, cfg, network=network)
-            found.write(folder, config)
-            print(f"\n{found.markdown()}\n\n{found.usage(folder)}", flush=True)
+            words = words_of(cfg, str(HydraConfig.get().runtime.choices["model"]))
+            report = TuneReport.of(samples, replace(world, **logged), work, plan, words)
+            report.write(folder, config, environment())
+            pictures.draw_links(report, folder)
+            print(f"\n{report.markdown()}\n\n{usage_lines(folder, cfg.name)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ PROGRAMS = [*tracked_files("recipes/*.py"), *tracked_files("tests/evidence/*.py"
 # A folder, and what of ours it may import besides itself. A name stands for all below it.
 OF_DATA = {f"data.{name}" for name in ("prefetch", "exact_loader", "exact_resume", "batch_counters", "place")}
 OF_DATA |= {"data.shard_loader", "data.random_streams"}
+OF_NETWORKS = {"pipeline.cuts", "pipeline.shapes", "precision.window"}
 OF_COMM = {"comm.plan", "comm.bucket_layout", "comm.topology"}
 ARROWS = {
     "": {"strategy", "precision", "checkpoint", "flavours"},
@@ -27,7 +28,12 @@ ARROWS = {
     "pipeline": {"run_status", "strategy", "precision", "comm", "models.activation_checkpointing"},
     "contrastive": {"data.random_streams", "models.activation_checkpointing"},
     "callbacks": {"comm.stats", "comm.health", "comm.topology", "precision", "optim", "run_status"},
-    "planning": {"comm.codec"} | OF_COMM,
+    "planning": set(),
+    "planning.model": {"comm.codec"} | OF_COMM,
+    "planning.estimates": OF_NETWORKS | {"planning.model", "comm.codec", "comm.stats.trace"} | OF_COMM,
+    "planning.calibration": {"planning.model", "comm.codec", "comm.engine.engine"} | OF_COMM,
+    "planning.report": {"planning.model", "planning.estimates", "planning.calibration", "callbacks.run_report.figure"}
+    | OF_COMM,
     "comm": set(),
     "comm.engine": {"comm.adasum.combine", "comm.codec", "comm.health", "comm.stats"} | OF_COMM,
     "comm.adasum": {"comm.engine", "comm.hook"} | OF_COMM,
@@ -42,7 +48,7 @@ ARROWS = {
     "models": set(),
 }
 FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "module_state"}
-FOR_ALL |= {"placement"}
+FOR_ALL |= {"formatting", "placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
 MOST_MODULES = 20
 

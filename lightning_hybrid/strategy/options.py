@@ -21,7 +21,7 @@ _DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name
 
 @runtime_checkable
 class Planner(Protocol):
-    """What chooses a plan when training starts; `planning.cluster.Cluster` is one."""
+    """What chooses a plan when training starts; `planning.model.cluster.Cluster` is one."""
 
     def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
         """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
@@ -178,7 +178,7 @@ class Comm(OptionValue):
             across nodes, gather), or `"auto"`: per bucket the one that fits its bytes and the topology.
         bucket_bytes: size at which gradients are fused into one buffer; bytes.
         plan: how buckets are made and carried, instead of `algorithm` and `bucket_bytes`: a `CommPlan`, the path of its
-            JSON, or a `Planner` that chooses one when training starts, such as a `planning.cluster.Cluster`.
+            JSON, or a `Planner` that chooses one when training starts, such as a `planning.model.cluster.Cluster`.
         dtype: dtype on the wire (`"float16"`, `torch.bfloat16`, ...); None: the gradients' own.
 
     Raises:

@@ -14,8 +14,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from lightning_hybrid.callbacks.run_report.figure import INK, MUTED, SERIES, Panel, in_units, write_svg
-from recipes.cli.markdown import markdown_table
-from recipes.cli.results import environment, size, time_text
+from lightning_hybrid.formatting import markdown_table, size, time_text
+from recipes.cli.results import environment
 
 PEERS = ("ddp", "fp16_compress", "torch")  # arms that are not ours
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from recipes.cli.markdown import markdown_table
+from lightning_hybrid.formatting import markdown_table
 from recipes.comparison.arms import Cell, StudyPlan
 from recipes.comparison.journal import CellResult
 from recipes.comparison.paired import Interval, paired_difference, verdict

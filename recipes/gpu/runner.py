@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.cli.markdown import markdown_table
+from lightning_hybrid.formatting import markdown_table
 
 Details = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

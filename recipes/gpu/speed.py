@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_hybrid import HybridAllReduceStrategy
 from lightning_hybrid.comm import CommEngine, CommPlan, Topology
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.model.cluster import Cluster
+from lightning_hybrid.planning.model.cost import Link
+from lightning_hybrid.planning.model.cost_nccl import Nccl
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from recipes.gpu.fits import trainer_for
 from recipes.gpu.runner import ROOT, Details, Given, NotHere

@@ -16,7 +16,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial
 from optuna.visualization.matplotlib import plot_slice
 
-from recipes.cli.markdown import markdown_table
+from lightning_hybrid.formatting import markdown_table
 from recipes.hyperparams.axes import Axis
 from recipes.hyperparams.outcome import best_of, sort_key, status_of
 

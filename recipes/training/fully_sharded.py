@@ -23,6 +23,7 @@ from lightning_hybrid.checkpoint.param_names import state_by_name
 from lightning_hybrid.precision.sharded import HostShards
 from lightning_hybrid.strategy.arguments import with_masters
 from recipes.training.classifier import Classifier
+from recipes.training.gathered_blocks import gathered_alone
 
 
 class ShardedClassifier(Classifier):
@@ -154,11 +155,3 @@ def _cut(whole: Any, *, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
-
-
-def gathered_alone(network: nn.Module) -> list[nn.Module]:
-    """Return what of a network is gathered on its own, as `FullyShardedStrategy.shard_` says."""
-    found = [layer for one in network.modules() if isinstance(one, nn.ModuleList) for layer in one]
-    for child in () if found else network.children():
-        found += child.children() if isinstance(child, nn.Sequential) else [child]
-    return [one for one in found if any(param.dim() > 1 for param in one.parameters())]

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hybrid.pipeline.checked_stage import CheckedStage
 from lightning_hybrid.pipeline.rank_layout import PipelineRanks
 from lightning_hybrid.pipeline.shapes import Boundary
-from recipes.planning.estimates.pipeline_cost import schedule_tasks
+from lightning_hybrid.planning.estimates.pipeline_cost import schedule_tasks
 from tests import toy
 from tests.pipeline.cases import in_stages
 from tests.pipeline.schedule_step import step_over

@@ -4,11 +4,11 @@ import pytest
 
 from lightning_hybrid import Comm, Mean
 from lightning_hybrid.comm import CommPlan
-from lightning_hybrid.planning import plan_search
-from lightning_hybrid.planning.cluster import Cluster
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_gloo import Gloo
-from lightning_hybrid.planning.node_wire import NodeWire
+from lightning_hybrid.planning.model import plan_search
+from lightning_hybrid.planning.model.cluster import Cluster
+from lightning_hybrid.planning.model.cost import Link
+from lightning_hybrid.planning.model.cost_gloo import Gloo
+from lightning_hybrid.planning.model.node_wire import NodeWire
 from tests import toy
 from tests.scenes import at, fit
 

@@ -15,10 +15,10 @@ from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 from lightning_hybrid.comm.engine.job import Job
 from lightning_hybrid.comm.plan import MIB, CommPlan
 from lightning_hybrid.comm.topology import Topology
-from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, candidates, choose_plan
-from lightning_hybrid.planning.simulate import simulate
-from lightning_hybrid.planning.workload import StepWorkload
+from lightning_hybrid.planning.model.cost_nccl import Nccl
+from lightning_hybrid.planning.model.plan_search import CLEARLY_LESS_BY_HIERARCHY, FLAT_ON_CUDA, candidates, choose_plan
+from lightning_hybrid.planning.model.simulate import simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
 from lightning_hybrid.strategy.arguments import bucket_caps_for_ddp
 from lightning_hybrid.strategy.comm_setup import CommSetup
 from lightning_hybrid.strategy.options import Mean

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.callbacks.run_report.environment import environment
-from recipes.cli.markdown import markdown_table
+from lightning_hybrid.formatting import markdown_table
 from recipes.cli.results import write_json
 
 HEADER = ("promise", "fault", "phase", "where", "detected by", "s to the error", "lost", "held")

@@ -1,4 +1,4 @@
-"""Published all-reduces between nodes against the model, by class: `tests/planning/test_uncertainty.py`.
+"""Published all-reduces between nodes against the model, by class: `tests/planning/model/test_uncertainty.py`.
 
 `between_nodes.csv` has rows of nccl-tests with their sources (addresses on GitHub). `before_us` is what the model said
 before NCCL's limits per channel, chunks and fabrics were in it (commit c84df1b9). Sources were halved before that
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hybrid.planning.cluster import WIDENED, Cluster
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_nccl import Nccl
+from lightning_hybrid.planning.model.cluster import WIDENED, Cluster
+from lightning_hybrid.planning.model.cost import Link
+from lightning_hybrid.planning.model.cost_nccl import Nccl
 
 MIB = 2**20
 ROWS = Path(__file__).with_name("between_nodes.csv")
@@ -103,7 +103,7 @@ def log_error(row: MeasuredRow) -> float:
 
 
 def class_of(row: MeasuredRow) -> tuple[str, str]:
-    """Return the class of `planning.cluster`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
+    """Return the class of `model.cluster`: the fabrics that NCCL drives by verbs or the cloud's own are one."""
     return ("ib, roce, efa" if row.fabric in ("ib", "roce", "efa") else row.fabric), row.size
 
 

@@ -1,4 +1,4 @@
-"""Simulator against measurements on the emulated cluster; `tests/recipes/planning/test_simulate.py` looks at them.
+"""Simulator against measurements on the emulated cluster; `tests/recipes/test_simulate.py` looks at them.
 
 Predicts the steps of the records that the record of the check names, with the machine that was fitted there.
 """
@@ -17,12 +17,12 @@ import torch
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cluster import Cluster, bounds
-from lightning_hybrid.planning.cost import Link, NodeGroup
-from lightning_hybrid.planning.cost_gloo import Gloo
-from lightning_hybrid.planning.node_wire import NodeWire
-from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
-from lightning_hybrid.planning.workload import StepWorkload
+from lightning_hybrid.planning.model.cluster import Cluster, bounds
+from lightning_hybrid.planning.model.cost import Link, NodeGroup
+from lightning_hybrid.planning.model.cost_gloo import Gloo
+from lightning_hybrid.planning.model.node_wire import NodeWire
+from lightning_hybrid.planning.model.simulate import SimulatedSteps, simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
 from recipes.benchmarks.gradient_sets import GRADIENT_SETS, numel
 from tests.checkout import ROOT
 from tests.evidence.planner import known_clusters

@@ -1,4 +1,4 @@
-"""What sums on a few nodes say of more: `tests/planning/test_uncertainty.py`.
+"""What sums on a few nodes say of more: `tests/planning/model/test_uncertainty.py`.
 
 Systems of `between_nodes.csv` with several numbers of nodes. Ratios of measured and modelled time by bytes, on the
 fewer nodes, are the curve of the cluster that predicts the others.
@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 
-from lightning_hybrid.planning.cluster import HOLDS_TO, MEASURED_FROM, Cluster
+from lightning_hybrid.planning.model.cluster import HOLDS_TO, MEASURED_FROM, Cluster
 from tests.evidence.planner.between_nodes import (
     MIB,
     Errors,

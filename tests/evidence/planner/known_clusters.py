@@ -7,10 +7,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.estimates.layers import Layer, layers_of
+from lightning_hybrid.planning.model.cluster import Cluster
 from recipes.networks.alexnet import AlexNetBN
 from recipes.networks.resnet import ResNet
-from recipes.planning.layers import Layer, layers_of
 from tests.checkout import ROOT
 
 CLUSTERS = ROOT / "conf" / "cluster"

@@ -1,4 +1,4 @@
-"""Simulator against published results, nothing fitted to them; `tests/recipes/planning/test_simulate.py` looks at them.
+"""Simulator against published results, nothing fitted to them; `tests/recipes/test_simulate.py` looks at them.
 
 What was published, where, and what was assumed stands in the rows of the record; here is the prediction of each, with
 the constants of conf/cluster.
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_hybrid.comm.plan import MIB, CommPlan
-from lightning_hybrid.planning.cost import Link
-from lightning_hybrid.planning.cost_nccl import Nccl
-from lightning_hybrid.planning.simulate import SimulatedSteps, simulate
-from recipes.planning.layers import flops_per_image, work_of
+from lightning_hybrid.planning.estimates.layers import flops_per_image, work_of
+from lightning_hybrid.planning.model.cost import Link
+from lightning_hybrid.planning.model.cost_nccl import Nccl
+from lightning_hybrid.planning.model.simulate import SimulatedSteps, simulate
 from tests.evidence.planner.known_clusters import (
     bus_gb_per_s,
     cluster_of,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from recipes.networks.bert import Bert
-from recipes.training.fully_sharded import gathered_alone
+from recipes.training.gathered_blocks import gathered_alone
 from tests.checkout import ROOT
 
 CASES = {

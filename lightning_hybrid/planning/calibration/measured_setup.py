@@ -1,0 +1,90 @@
+"""Ranks on which links are measured: what they agree on, what is known of them, and measurements that were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.comm.topology import Topology, host_identity
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurement, Measurements, Microbenchmark
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check_same_on_all_ranks(answers: list[dict[str, Any]]) -> None:
+    """Refuse ranks that would measure different things, and so wait for each other in different places.
+
+    >>> check_same_on_all_ranks([{"limit_s": 60, "dtype": "float16"}, {"limit_s": 60, "dtype": "float32"}])
+    Traceback (most recent call last):
+    ValueError: `measure.dtype` (='float32' on rank 1) must be the same on all ranks: it is 'float16' on rank 0. Start \
+every rank with the same command.
+    """
+    for rank, values in enumerate(answers):
+        for name, value in values.items():
+            if value != answers[0][name]:
+                raise ValueError(
+                    f"`measure.{name}` (={value!r} on rank {rank}) must be the same on all ranks: it is "
+                    f"{answers[0][name]!r} on rank 0. Start every rank with the same command."
+                )
+
+
+def read_measurements(path: str) -> tuple[Measurements, MeasuredSetup]:
+    """Return what an earlier run measured, and on what.
+
+    Raises:
+        ValueError: It is no summary of one.
+    """
+    try:
+        answers = json.loads(Path(path).read_text())
+        times_s = {
+            Microbenchmark(kind=one["kind"], what=one["what"], num_bytes=one["num_bytes"]): one["times_s"]
+            for one in answers["samples"]
+        }
+        return Measurements(times_s=times_s, took_s=answers["took_s"]), MeasuredSetup(**answers["world"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`samples` (={path}) must be the summary.json that `tune` wrote: {error!r}. Leave it out to measure."
+        ) from error
+
+
+def read_nccl_log(path: str) -> dict[str, Any]:
+    """Return the channels of NCCL's rings and its version, as fields of `MeasuredSetup`.
+
+    NCCL logs the channels of its graph where it searches for rings ("Pattern 4"); it sums on copies of them.
+
+    Raises:
+        ValueError: There are none in this file.
+    """
+    text = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
+    channels = re.findall(r"NCCL INFO Pattern 4, .*?nChannels ([1-9]\d*)", text)
+    if not channels:
+        raise ValueError(
+            f"`nccl_log` (={path}) must be a log of NCCL with its graph: channels are read from it. Run any job with "
+            "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH, or leave it out."
+        )
+    version = re.search(r"NCCL version (\d+\.\d+\.\d+)", text)
+    return {"channels": int(channels[-1]), **({} if version is None else {"nccl_version": version[1]})}
+
+
+def world_of(topology: Topology, device: torch.device, asked: Measurement, *, inside: Any) -> MeasuredSetup:
+    """Describe the setup. Collective: every rank sends its machine and its cores."""
+    mine = (host_identity()[:2], len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    answers: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(answers, mine)
+    is_one_machine = len({machine for machine, _ in answers}) == 1
+    return MeasuredSetup(
+        num_nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node or 1,
+        on_cuda=device.type == "cuda",
+        itemsize=ITEMSIZE[asked.dtype],
+        num_shared_cores=answers[0][1] if is_one_machine and device.type == "cpu" else None,
+        is_interleaved=any(node != tuple(range(node[0], node[-1] + 1)) for node in topology.nodes),
+        inside=inside,
+    )

@@ -1,0 +1,363 @@
+"""Measured times of messages and all-reduces between the ranks there are; `calibrate` fits a cluster to them.
+
+    ping        half a round trip between two ranks; the receiver waits already, so that Gloo asks for no consent
+    exchange    two ranks send each other everything at once, and add: with Gloo's consent
+    flows       some ranks of every node send to the next node at the same time: does one fill the link?
+    add         all ranks add two buffers at the same time
+    codec       all ranks encode float32 at the same time, and decode and add up two messages, as for two nodes
+    sum         an all-reduce by each of our algorithms, or the backend's own: `gloo_ring` or `nccl`; `two_level_int8`
+                is `two_level` through a codec
+
+`inside` is between ranks 0 and 1 of the first node, `across` between the first ranks of the first two nodes. Cases
+alternate in rounds. A sample is as many calls as take `min_sample_s`; the time of the slowest rank counts.
+
+Collective: every rank of the world must call `measure`. Every wait is limited by the groups' timeouts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.checks import require_number, require_positive, require_whole
+from lightning_hybrid.comm.engine.engine import CommEngine
+from lightning_hybrid.comm.plan import KIB, MIB, Algorithm, CommPlan
+from lightning_hybrid.comm.topology import Topology
+from lightning_hybrid.planning.calibration.codec_benchmark import CODECS, CODED_SUMS, codec_call, coded_engines
+
+Kind = Literal["ping", "exchange", "flows", "add", "codec", "sum"]
+
+MESSAGE_BYTES = (4, 256, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+EXCHANGE_BYTES = (4, 256, 4 * KIB)
+SUM_BYTES = (4 * KIB, 64 * KIB, 512 * KIB, *(2**power * MIB for power in range(11)))
+MOST_BYTES_ON_CPU = 64 * MIB  # of a sum: ranks may share a machine's memory
+ALGORITHMS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
+BACKEND_NAMES = {"cpu": "gloo_ring", "cuda": "nccl"}
+ADD_BYTES = 4 * MIB
+
+# The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
+CALL_SHARE = 1 / 100
+# So many rounds must fit into the limit: the costliest cases are left out until they do.
+LEAST_ROUNDS, MOST_CALLS = 7, 200
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Microbenchmark:
+    """One timed case. `what` is, by kind, the level; the number of flows; the dtype; the codec; or the algorithm."""
+
+    kind: Kind
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """Seconds per call of each case, in the order of measuring, the same on every rank; `took_s` is the total."""
+
+    times_s: dict[Microbenchmark, list[float]]
+    took_s: float
+
+    def of(self, kind: Kind, what: str) -> dict[int, list[float]]:
+        """Return samples by number of bytes."""
+        return {
+            case.num_bytes: times_s
+            for case, times_s in sorted(self.times_s.items())
+            if (case.kind, case.what) == (kind, what)
+        }
+
+    def whats(self, kind: Kind) -> list[str]:
+        """List every `what` that was measured of a kind, in the order of measuring."""
+        return list(dict.fromkeys(case.what for case in self.times_s if case.kind == kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The settings of a measurement.
+
+    Args:
+        limit_s: Total time. No call begins after it.
+        num_rounds: Samples of each case, where there is time.
+        min_sample_s: Short calls are repeated until a sample takes this long.
+        max_bytes: The largest message or sum.
+        dtype: dtype of the sums, torch's name: that of gradients on the wire.
+        algorithms: Algorithms to time, next to the backend's own.
+        timeout_s: Limit of every wait for another rank, the first included, in which each imports torch.
+    """
+
+    limit_s: float = 120.0
+    num_rounds: int = 15
+    min_sample_s: float = 0.01
+    max_bytes: int = 1024 * MIB
+    dtype: str = "float16"
+    algorithms: Sequence[Algorithm] = ALGORITHMS
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        require_positive("limit_s", self.limit_s, "it is the time that measuring may take, in seconds")
+        require_number("timeout_s", self.timeout_s, "it limits every wait for another rank, in seconds", above=True)
+        require_number("min_sample_s", self.min_sample_s, "it is the least time of a sample, in seconds", above=True)
+        require_whole("num_rounds", self.num_rounds, "samples of each case are counted; intervals need", least=3)
+        require_whole("max_bytes", self.max_bytes, "a line needs several sizes", least=16 * KIB)
+        if self.dtype not in ("float16", "bfloat16", "float32"):
+            raise ValueError(f"`dtype` (={self.dtype!r}) must be float16, bfloat16 or float32: sums are timed in it.")
+        for name in self.algorithms:
+            CommPlan(algorithm=name)  # refuses what is none
+
+    def cases(self, topology: Topology, backend: str) -> list[Microbenchmark]:
+        """List every case to time here, the smallest first."""
+        messages = [size for size in MESSAGE_BYTES if size <= self.max_bytes]
+        places = [place for place, present in zip(("inside", "across"), _levels(topology), strict=True) if present]
+        found = [Microbenchmark(kind="add", what=name, num_bytes=ADD_BYTES) for name in ("float32", "float16")]
+        found += [Microbenchmark(kind="ping", what=place, num_bytes=size) for place in places for size in messages]
+        found += [
+            Microbenchmark(kind="exchange", what=place, num_bytes=size) for place in places for size in EXCHANGE_BYTES
+        ]
+        if "across" in places:
+            flows = _powers(topology.ranks_per_node or 1)
+            found += [
+                Microbenchmark(kind="flows", what=str(n), num_bytes=size) for n in flows for size in messages[-4:]
+            ]
+            found += [Microbenchmark(kind="codec", what=name, num_bytes=ADD_BYTES) for name in CODECS]
+            coded = [(what, size) for what, size in CODED_SUMS if size <= self.max_bytes]
+            found += [Microbenchmark(kind="sum", what=what, num_bytes=size) for what, size in coded]
+        most = self.max_bytes if backend == "nccl" else min(self.max_bytes, MOST_BYTES_ON_CPU)
+        sizes = [size for size in SUM_BYTES if size <= most]
+        names = (backend, *self.algorithms)
+        found += [Microbenchmark(kind="sum", what=name, num_bytes=size) for name in names for size in sizes]
+        return sorted(found, key=lambda case: case.num_bytes)
+
+
+def measure(asked: Measurement, topology: Topology, device: torch.device) -> Measurements:
+    """Time everything, in rounds, until there are `num_rounds` or the time is over.
+
+    Collective: every rank of the world must call it with the same arguments. It agrees on times over the default group.
+
+    Raises:
+        ValueError: Nodes differ in size, or there is one rank.
+    """
+    validate(topology)
+    began_s = time.perf_counter()
+    # A group of its own: its timeout limits every wait here, and no message of the user's meets one of ours.
+    group: Any = dist.new_group(timeout=timedelta(seconds=asked.timeout_s), group_desc="lightning_hybrid.probes")
+    try:
+        with _engines(asked, topology, device) as engines:
+            table = _Table(asked=asked, topology=topology, device=device, group=group, engines=engines, began_s=began_s)
+            return table.run()
+    finally:
+        dist.destroy_process_group(group)
+
+
+def validate(topology: Topology) -> None:
+    """Refuse a topology that a description with equal nodes cannot hold."""
+    if topology.world_size == 1:
+        raise ValueError(
+            "`world_size` (=1) must be 2 or more: links are between ranks, and one has none. Start more of them: "
+            "world.devices=<ranks of a node>, or torchrun on several nodes."
+        )
+    if topology.ranks_per_node is None:
+        sizes = ", ".join(str(len(node)) for node in topology.nodes)
+        raise ValueError(
+            f"`nodes` (of {sizes} ranks) must be of equal size: one node is described for all. Start as many ranks on "
+            "each: `--nproc-per-node` of torchrun, `--ntasks-per-node` of SLURM."
+        )
+
+
+@dataclass(kw_only=True)
+class _Table:
+    asked: Measurement
+    topology: Topology
+    device: torch.device
+    group: dist.ProcessGroup
+    engines: dict[str, CommEngine]
+    began_s: float
+    times_s: dict[Microbenchmark, list[float]] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+    def run(self) -> Measurements:
+        calls = self._warm_up()
+        order = list(calls)
+        for turn in range(self.asked.num_rounds):
+            # Another permutation each time, the same on every rank.
+            shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(turn)).tolist()
+            # In turns, so that a slow minute does not make one case slow.
+            for case in (order[place] for place in shuffled):
+                last_s = calls[case] * (self.times_s[case][-1] if case in self.times_s else self.asked.min_sample_s)
+                if self.elapsed_s + 2 * last_s > self.asked.limit_s:
+                    continue
+                self.times_s.setdefault(case, []).append(self._sample(case, calls[case]))
+        enough = {case: times_s for case, times_s in self.times_s.items() if len(times_s) >= 3}  # for an interval
+        return Measurements(times_s=enough, took_s=self.elapsed_s)
+
+    def _warm_up(self) -> dict[Microbenchmark, int]:
+        # Every case once, which also connects all pairs; the result is calls per sample of the fast enough cases.
+        limit_s = self.asked.limit_s * CALL_SHARE
+        sample_s: dict[Microbenchmark, float] = {}
+        calls: dict[Microbenchmark, int] = {}
+        slow: set[tuple[str, str]] = set()
+        for case in self.asked.cases(self.topology, BACKEND_NAMES[self.device.type]):
+            # The smallest come first: past a slow size the larger ones of its kind are not tried.
+            if (case.kind, case.what) in slow or self.elapsed_s > self.asked.limit_s / 3:
+                continue
+            call_s = self._sample(case, 1)
+            if call_s > limit_s:
+                slow.add((case.kind, case.what))
+                continue
+            calls[case] = max(1, min(MOST_CALLS, int(self.asked.min_sample_s / call_s)))
+            sample_s[case] = (calls[case] + 1) * call_s * (2 if case.kind == "ping" else 1)
+        while sum(sample_s.values()) * LEAST_ROUNDS > self.asked.limit_s - self.elapsed_s and len(sample_s) > 1:
+            costliest = max(sample_s, key=lambda case: sample_s[case])
+            del sample_s[costliest], calls[costliest]
+        return calls
+
+    def _sample(self, case: Microbenchmark, num_calls: int) -> float:
+        call = self._call_of(case)
+        taken_s = 0.0
+        if call is not None:
+            # Not counted: it lets the ranks begin together.
+            call(1)
+            self._synchronize()
+            began_s = time.perf_counter()
+            call(num_calls)
+            self._synchronize()
+            taken_s = (time.perf_counter() - began_s) / num_calls
+        # The slowest rank's times are the times of all ranks, so that all choose the same cases to go on with.
+        slowest = torch.tensor([taken_s, time.perf_counter() - self.began_s], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        taken_s, self.elapsed_s = slowest.tolist()
+        return taken_s / 2 if case.kind == "ping" else taken_s
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
+        if case.kind == "add":
+            one, other = self._values(case, case.what), self._values(case, case.what)
+            return self._repeated(lambda: one.add_(other))
+        if case.kind == "codec":
+            return self._repeated(codec_call(case.what, case.num_bytes, self.device))
+        if case.kind == "sum":
+            return self._repeated(self._summer(case))
+        if case.kind == "flows":
+            return self._flow(case)
+        pair = self.topology.nodes[0][:2] if case.what == "inside" else [node[0] for node in self.topology.nodes[:2]]
+        if self.topology.rank not in pair:
+            return None
+        peer = next(rank for rank in pair if rank != self.topology.rank)
+        if case.kind == "exchange":
+            return self._repeated(self._exchanger(case, peer))
+        return _ping(self.group, peer, self._bytes(case), leads=self.topology.rank == pair[0])
+
+    def _repeated(self, once: Callable[[], object]) -> Callable[[int], None]:
+        def call(num_calls: int) -> None:
+            for _ in range(num_calls):
+                once()
+
+        return call
+
+    def _bytes(self, case: Microbenchmark) -> Tensor:
+        return torch.zeros(case.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _values(self, case: Microbenchmark, dtype: str) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        return torch.zeros(max(1, case.num_bytes // kind.itemsize), dtype=kind, device=self.device)  # never overflows
+
+    def _summer(self, case: Microbenchmark) -> Callable[[], object]:
+        flat = self._values(case, self.asked.dtype)
+        if case.what not in self.engines:
+            return lambda: dist.all_reduce(flat, group=self.group)
+        engine = self.engines[case.what]
+        if engine.coder is None:
+            return lambda: engine.submit(flat, bucket_index=0, is_last=True).wait()
+        return lambda: engine.submit(flat.fill_(1.0), bucket_index=0, is_last=True).wait()
+
+    def _exchanger(self, case: Microbenchmark, peer: int) -> Callable[[], object]:
+        out, back, total = (self._values(case, self.asked.dtype) for _ in range(3))
+
+        def exchange() -> None:
+            _swap(self.group, out, peer, back, peer)
+            torch.add(out, back, out=total)
+
+        return exchange
+
+    def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
+        # To the next node and from the one before, on some ranks of each; the bytes are those of all flows.
+        num_flows, place = int(case.what), self.topology.local_rank
+        if place >= num_flows:
+            return None
+        nodes, here = self.topology.nodes, self.topology.nodes.index(self.topology.node)
+        after, before = nodes[(here + 1) % len(nodes)][place], nodes[here - 1][place]
+        out, back = (
+            torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device) for _ in "ab"
+        )
+        return self._repeated(lambda: _swap(self.group, out, after, back, before))
+
+
+def _swap(group: dist.ProcessGroup, out: Tensor, to: int, back: Tensor, source: int) -> None:
+    # At the same time: NCCL would do two single calls one after the other.
+    if out.is_cuda:
+        ops = [dist.P2POp(dist.irecv, back, source, group), dist.P2POp(dist.isend, out, to, group)]
+        works = dist.batch_isend_irecv(ops)
+    else:
+        works = [group.recv([back], source, 0), group.send([out], to, 0)]
+    for work in works:
+        work.wait()
+
+
+def _ping(group: dist.ProcessGroup, peer: int, buffer: Tensor, *, leads: bool) -> Callable[[int], None]:
+    # Over Gloo each rank posts its receive before the other sends, so that no send must wait for a consent.
+    arrived = torch.zeros_like(buffer)
+
+    def on_cpu(num_calls: int) -> None:
+        arrival = group.recv([arrived], peer, 0)
+        for turn in range(num_calls):
+            if leads:
+                group.send([buffer], peer, 0).wait()
+            arrival.wait()
+            if turn + 1 < num_calls:
+                arrival = group.recv([arrived], peer, 0)
+            if not leads:
+                group.send([buffer], peer, 0).wait()
+
+    def on_cuda(num_calls: int) -> None:
+        for _ in range(num_calls):
+            for sends in (leads, not leads):
+                (group.send if sends else group.recv)([buffer], peer, 0).wait()
+
+    return on_cuda if buffer.is_cuda else on_cpu
+
+
+def _levels(topology: Topology) -> tuple[bool, bool]:
+    return topology.world_size > topology.num_nodes, topology.num_nodes > 1
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the most.
+
+    >>> _powers(6), _powers(1)
+    ([1, 2, 4, 6], [1])
+    """
+    return sorted({*(2**k for k in range(most.bit_length()) if 2**k <= most), most})
+
+
+@contextmanager
+def _engines(asked: Measurement, topology: Topology, device: torch.device) -> Iterator[dict[str, CommEngine]]:
+    engines: dict[str, CommEngine] = {}
+    ask: Any = {"topology": topology, "timeout": timedelta(seconds=asked.timeout_s), "device": device}
+    try:
+        for name in asked.algorithms:
+            engines[name] = CommEngine(plan=CommPlan(algorithm=name), **ask)
+        if topology.num_nodes > 1:
+            engines |= coded_engines(**ask)
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()

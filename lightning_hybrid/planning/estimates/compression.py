@@ -1,0 +1,126 @@
+"""Whether fewer bits or fewer sums between nodes pay: steps with each codec, next to the best without; local steps.
+
+A codec saves the wire's time of what is exposed, and costs its own. Of more than 200 set-ups of data centres 6 gained
+(Agarwal et al. 2022, MLSys, arXiv:2103.00543); where links between nodes are slow many do. It changes the numbers, so
+it must save `CLEARLY_LESS_BY_CODEC` of a step, and it is only ever proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.comm.codec.coded_plan import adds_up_in_nodes
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
+from lightning_hybrid.planning.model.node_wire import NodeWire, WireName
+from lightning_hybrid.planning.model.plan_search import with_buckets
+from lightning_hybrid.planning.model.simulate import SimulatedSteps, simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
+
+# The share of a step that a codec must save over the best step without. Our choice.
+CLEARLY_LESS_BY_CODEC = 0.05
+
+# In the order of their bits. bfloat16 takes what float16 does.
+NAMES: tuple[WireName, ...] = ("float16", "int8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireStep:
+    """A step with sums between nodes in one form, with all ranks at mean pace.
+
+    Attributes:
+        name: `comm_dtype_across_nodes`; None: as in the buckets.
+        step_s: Its time, of which `exposed_s` is communication that backward does not hide.
+        codec_s: A rank's time for rounding, exposed or not.
+        node_bytes: What any algorithm must send from a node in this form, 2 (N - 1) / N A.
+    """
+
+    name: WireName | None
+    step_s: float
+    exposed_s: float
+    codec_s: float
+    node_bytes: float
+
+
+def wire_step(outcome: SimulatedSteps, cluster: ClusterCosts, *, itemsize: int, name: WireName | None) -> WireStep:
+    """Return a simulated step as one to be compared. `name`: the form between nodes that it was simulated with."""
+    wire = None if name is None else NodeWire(name=name, itemsize=itemsize)
+    sums = [(bucket.algorithm, bucket.num_bytes) for bucket in outcome.buckets]
+    num_bytes = sum(size for _, size in sums)
+    across = num_bytes if wire is None else wire.num_bytes(num_bytes)
+    return WireStep(
+        name=name,
+        step_s=outcome.step_s,
+        exposed_s=float(outcome.exposed_s.mean()),
+        codec_s=sum(cluster.codec_s(algorithm, size, wire) for algorithm, size in sums),
+        node_bytes=2 * (cluster.num_nodes - 1) / cluster.num_nodes * across,
+    )
+
+
+def compressed_steps(
+    work: StepWorkload, cluster: ClusterCosts, plans: Sequence[CommPlan], *, itemsize: int, on_cuda: bool
+) -> tuple[WireStep, ...]:
+    """Simulate a step with fewer bytes between nodes in each form, under the best of `plans`; none for one node.
+
+    A plan without a sum of each node is tried with `algorithm="auto"`, as a codec refuses it.
+    """
+    if cluster.num_nodes == 1:
+        return ()
+    in_nodes = [plan if adds_up_in_nodes(plan, cluster) else replace(plan, algorithm="auto") for plan in plans]
+    found = []
+    for name in NAMES if itemsize > 2 else NAMES[1:]:
+        wire = NodeWire(name=name, itemsize=itemsize)
+        tried = plans if wire.bits is None else list(dict.fromkeys(in_nodes))
+        steps = (simulate(work, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, wire=wire) for plan in tried)
+        best = min(steps, key=lambda outcome: outcome.step_s)
+        found.append(wire_step(best, cluster, itemsize=itemsize, name=name))
+    return tuple(found)
+
+
+def proposed(plain: WireStep, steps: Sequence[WireStep]) -> WireStep | None:
+    """Return the form to propose in place of `plain`: the most bits with which a step is clearly shorter; else None.
+
+    >>> def step(name, step_s):
+    ...     return WireStep(name=name, step_s=step_s, exposed_s=0.0, codec_s=0.0, node_bytes=0.0)
+    >>> [getattr(proposed(step(None, 1.0), [step("int8", int8_s), step("int4", int4_s)]), "name", None)
+    ...  for int8_s, int4_s in ((0.97, 0.96), (0.8, 0.78), (0.8, 0.5))]
+    [None, 'int8', 'int4']
+    """
+    best: WireStep | None = None
+    for step in steps:  # the most bits come first
+        if step.step_s <= (1 - CLEARLY_LESS_BY_CODEC) * (best or plain).step_s:
+            best = step
+    return best
+
+
+# ---- steps inside nodes, averages over nodes in between (`sync_across_nodes_every`) ----
+
+CHUNK_BYTES = 16 * MIB  # of the average, of which two are under way
+BYTES = 8  # of a parameter in an average: its master and its momentum, in fp32; Adam and LAMB send no momentum
+
+
+def average_s(
+    num_bytes: float, cluster: ClusterCosts, plan: CommPlan, *, on_cuda: bool, wire: NodeWire | None = None
+) -> float:
+    """Compute the time of one average over nodes of `num_bytes` in fp32, which nothing hides.
+
+    They are those of the masters and of the momentum, 4 and 4 per parameter, and are summed over all ranks in chunks of
+    16 MiB; `wire`: their form between nodes. Running statistics of BatchNorm, some thousandths, are not counted.
+    """
+    num_chunks = max(1, round(num_bytes / CHUNK_BYTES))
+    chunks = StepWorkload(forward_s=0.0, gradients=((max(1, int(num_bytes / 4 / num_chunks)), 0.0),) * num_chunks)
+    chunked = with_buckets(plan, CHUNK_BYTES)
+    return simulate(chunks, cluster, chunked, itemsize=4, on_cuda=on_cuda, wire=wire).step_s
+
+
+def with_averages(inside: SimulatedSteps, *, every: int, average_s: float) -> SimulatedSteps:
+    """Return steps inside a node with the time of the average spread over them.
+
+        step = step inside the node + average / every
+
+    A node sends 2 (N - 1) / N of the average's bytes, by `every`, in place of those of the gradients in each step
+    (Lin et al. 2020, arXiv:1808.07217).
+    """
+    more_s = average_s / every
+    return replace(inside, steps_s=inside.steps_s + more_s, exposed_s=inside.exposed_s + more_s)

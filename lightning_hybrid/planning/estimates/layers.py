@@ -1,0 +1,108 @@
+"""Work of one rank in a step of a network: which gradient is ready when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.planning.estimates.activations import LiveBytes, example_of
+from lightning_hybrid.planning.model.workload import StepWorkload
+
+FORWARD_SHARE = 1 / 3  # share of a step's arithmetic: backward makes two products for each of forward's
+
+
+class WithoutValues(TorchFunctionMode):
+    """Parameters are made on the meta device and keep no initial values: to draw these imports torch's compiler.
+
+    >>> with WithoutValues():
+    ...     nn.Linear(2, 3).weight.is_meta
+    True
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out what fills a tensor at random."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("normal_", "uniform_", "trunc_normal_") or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        with torch.device("meta"):
+            return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Module with parameters of its own: elements of each, in their order, and FLOPs of one image's forward."""
+
+    name: str
+    numels: tuple[int, ...]
+    forward_flops: int
+
+
+def layers_of(model: nn.Module, image_shape: Sequence[int]) -> list[Layer]:
+    """Return the layers in the order in which forward runs them.
+
+    Counted on the meta device, where nothing is computed. Only products are counted (`models/flops.py`), so
+    normalisation and activations cost nothing by themselves: their time goes to the products next to them.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2))
+    >>> [(layer.name, layer.numels, layer.forward_flops) for layer in layers_of(net, (3, 4, 4))]
+    [('0', (216, 8), 6912), ('1', (8, 8), 0), ('3', (256, 2), 512)]
+    """
+    shadow = copy.deepcopy(model).to("meta").train()
+    found: dict[str, Layer] = {}
+    counter = LiveBytes()
+    before: dict[str, int] = {}
+    owners: dict[int, str] = {}  # a shared parameter is the first layer's: its gradient is complete there
+
+    def begin(name: str) -> None:
+        before[name] = counter.flops
+
+    def end(name: str, module: nn.Module) -> None:
+        own = [one for one in module.parameters(recurse=False) if owners.setdefault(id(one), name) == name]
+        numels = tuple(parameter.numel() for parameter in own)
+        flops = (counter.flops - before[name]) // 2  # two images
+        earlier = found.pop(name).forward_flops if name in found else 0
+        found[name] = Layer(name=name, numels=numels, forward_flops=earlier + flops)
+
+    for name, module in shadow.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_, name=name: begin(name))
+            module.register_forward_hook(lambda module, *_, name=name: end(name, module))
+    with counter:
+        shadow(example_of(shadow, 2, image_shape))
+    return list(found.values())
+
+
+def work_of(
+    layers: Sequence[Layer], *, batch_size: int, images_per_s: float, update_s: float = 0.0, input_s: float = 0.0
+) -> StepWorkload:
+    """Return a step of `batch_size` images on a device that alone does `images_per_s`, spread over layers by FLOPs.
+
+    Forward is a third of it; backward goes from the last layer to the first, and in a layer the last tensor is ready
+    first. `images_per_s` is a measured rate, or achieved FLOP/s over FLOPs per image.
+    """
+    if not images_per_s > 0 or not batch_size > 0:
+        raise ValueError(
+            f"`images_per_s` (={images_per_s}) and `batch_size_per_rank` (={batch_size}) must be positive: a step's "
+            "arithmetic takes their ratio. Give the rate of one device alone: images_per_s=<rate>."
+        )
+    step_s = batch_size / images_per_s
+    total = sum(layer.forward_flops for layer in layers) or 1
+    gradients: list[tuple[int, float]] = []
+    for layer in reversed(layers):
+        backward_s = (1 - FORWARD_SHARE) * step_s * layer.forward_flops / total
+        for place, numel in enumerate(reversed(layer.numels)):
+            gradients.append((numel, backward_s if place == 0 else 0.0))
+    return StepWorkload(
+        forward_s=FORWARD_SHARE * step_s, gradients=tuple(gradients), update_s=update_s, input_s=input_s
+    )
+
+
+def flops_per_image(layers: Sequence[Layer]) -> int:
+    """Return the FLOPs of a training step, three times those of forward."""
+    return 3 * sum(layer.forward_flops for layer in layers)

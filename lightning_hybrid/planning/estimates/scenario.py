@@ -1,0 +1,160 @@
+"""Training run to be planned, at any scale; and the search for its best plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.checks import require_whole
+from lightning_hybrid.comm.plan import CommPlan
+from lightning_hybrid.planning.estimates.compression import BYTES, average_s, with_averages
+from lightning_hybrid.planning.estimates.layers import Layer, work_of
+from lightning_hybrid.planning.model.cluster import Cluster, bounds
+from lightning_hybrid.planning.model.node_wire import NodeWire, WireName
+from lightning_hybrid.planning.model.plan_search import Candidate, rank_plans, with_buckets
+from lightning_hybrid.planning.model.simulate import NO_JITTER, Jitter, SimulatedSteps, simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Network, device, cluster and plan; arguments as in conf/simulate.yaml."""
+
+    layers: tuple[Layer, ...]
+    images_per_s: float
+    batch_size_per_rank: int
+    cluster: Cluster
+    plan: CommPlan
+    itemsize: int
+    on_cuda: bool
+    input_images_per_s: float | None = None
+    update_s: float = 0.0
+    algorithm: str | None = None
+    cuts: tuple[int, ...] | None = None
+    num_columns: int | None = None
+    jitter: Jitter = NO_JITTER
+    num_steps: int = 1
+    comm_dtype_across_nodes: WireName | None = None
+    sync_across_nodes_every: int = 1
+    is_rate_estimated: bool = False
+
+    @property
+    def wire(self) -> NodeWire | None:
+        """The form of sums between nodes, where it is not that of the buckets, or of averages, which are fp32."""
+        name = self.comm_dtype_across_nodes
+        return None if name is None else NodeWire(name=name, itemsize=4 if self.is_local else self.itemsize)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nodes take steps on their own between two averages."""
+        return self.sync_across_nodes_every > 1 and self.cluster.num_nodes > 1
+
+    @property
+    def averaged_bytes(self) -> int:
+        """Bytes of masters and momentum, in fp32."""
+        return BYTES * sum(numel for layer in self.layers for numel in layer.numels)
+
+    @property
+    def average_s(self) -> float:
+        """Seconds of one average of masters and momentum over nodes."""
+        return average_s(self.averaged_bytes, self.cluster, self.plan, on_cuda=self.on_cuda, wire=self.wire)
+
+    def node_bytes(self, outcome: SimulatedSteps) -> float:
+        """Return the bytes of a step that are summed between nodes, in their form there."""
+        if self.is_local:
+            num_bytes = self.averaged_bytes / self.sync_across_nodes_every
+        else:
+            num_bytes = float(sum(bucket.num_bytes for bucket in outcome.buckets))
+        return num_bytes if self.wire is None else self.wire.num_bytes(num_bytes)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Images of a step."""
+        return self.cluster.world_size * self.batch_size_per_rank
+
+    def work(self) -> StepWorkload:
+        """Return the work of one rank. All ranks of a node share its input."""
+        node_batch = self.batch_size_per_rank * self.cluster.ranks_per_node
+        input_s = 0.0 if self.input_images_per_s is None else node_batch / self.input_images_per_s
+        return work_of(
+            self.layers,
+            batch_size=self.batch_size_per_rank,
+            images_per_s=self.images_per_s,
+            update_s=self.update_s,
+            input_s=input_s,
+        )
+
+    def run(self) -> SimulatedSteps:
+        """Simulate the scenario."""
+        outcome = simulate(
+            self.work(),
+            self.cluster.of(1) if self.is_local else self.cluster,
+            self.plan,
+            itemsize=self.itemsize,
+            on_cuda=self.on_cuda,
+            algorithm=self.algorithm,
+            cuts=self.cuts,
+            num_columns=self.num_columns,
+            jitter=self.jitter,
+            num_steps=self.num_steps,
+            wire=None if self.is_local else self.wire,
+        )
+        if not self.is_local:
+            return outcome
+        return with_averages(outcome, every=self.sync_across_nodes_every, average_s=self.average_s)
+
+    def bounds(self) -> tuple[Scenario, Scenario] | None:
+        """Return the scenario between whose steps 80 % of measured ones are expected; None: nothing is known."""
+        found = bounds(self.cluster)
+        if found is None:
+            return None
+        shares = (MOST_SHARE, LEAST_SHARE) if self.is_rate_estimated else (PEAK_SHARE, PEAK_SHARE)
+        fast, slow = (
+            replace(self, cluster=cluster, images_per_s=self.images_per_s * share / PEAK_SHARE)
+            for cluster, share in zip(found, shares, strict=True)
+        )
+        return fast, slow
+
+    def at(self, num_ranks: int) -> Scenario:
+        """Return the scenario with this number of ranks: whole nodes, or part of one."""
+        per_node = min(self.cluster.ranks_per_node, num_ranks)
+        cluster = replace(self.cluster, ranks_per_node=per_node, num_nodes=-(-num_ranks // per_node))
+        return replace(self, cluster=cluster)
+
+
+# Of a device's peak in training: the descriptions of conf/cluster with a rate and a peak reach 0.18 to 0.27.
+PEAK_SHARE, LEAST_SHARE, MOST_SHARE = 0.2, 0.13, 0.27
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Search over every algorithm with every bucket size.
+
+    Args:
+        algorithms: Null is the plan's choice by bytes.
+        bucket_bytes: Caps; `num_buckets` of the plan is 1, so that they are what counts.
+        num_shown: Number of plans in the report.
+    """
+
+    algorithms: Sequence[str | None]
+    bucket_bytes: Sequence[int]
+    num_shown: int = 5
+
+    def __post_init__(self) -> None:
+        require_whole("num_shown", self.num_shown, "it is a number of plans in the report", least=0)
+
+    def run(self, scenario: Scenario) -> list[Candidate]:
+        """Return all plans that differ, the best first; of equals the one with fewer buckets."""
+        plans = [
+            with_buckets(replace(scenario.plan, algorithm=algorithm or "auto"), size)  # type: ignore[arg-type]
+            for algorithm, size in itertools.product(self.algorithms, self.bucket_bytes)
+        ]
+        return rank_plans(
+            scenario.work(),
+            scenario.cluster,
+            plans,
+            itemsize=scenario.itemsize,
+            on_cuda=scenario.on_cuda,
+            wire=scenario.wire,
+        )

@@ -1,0 +1,111 @@
+"""A cluster that chooses plans: what users describe, and give to the strategy; and how sure its sums are."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.comm.plan import MIB, CommPlan, NodeShape
+from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
+from lightning_hybrid.planning.model.cost_nccl import Nccl
+from lightning_hybrid.planning.model.node_wire import NodeWire
+from lightning_hybrid.planning.model.plan_search import choose_plan
+
+# How far predicted sums between nodes are off: 80 % of measured times lie within these times the predicted.
+# By fabric and bytes, as `tests.evidence.planner.between_nodes` has them: the 10 and 90 % quantiles of measured over
+# predicted time, each source of equal weight, widened by half (in the logarithm): the first of steps of a quarter with
+# which those of the half of sources that was read hold 70 % of a source left out. They hold 92 % of the other half.
+# InfiniBand, RoCE and EFA are one class; all rows are of A100 and H100 with NVLink, on nodes of up to 8.
+FROM_BYTES = (0, MIB, 64 * MIB + 1)
+WIDENED = 1.5
+VERBS = ((0.58, 2.0), (0.75, 2.17), (0.76, 1.2))
+ERRORS = {
+    **dict.fromkeys(("ib", "roce", "efa"), VERBS),
+    "slingshot": ((1.06, 6.45), (0.85, 8.67), (0.87, 2.06)),
+    "tcp": ((0.84, 2.24), (0.51, 2.18), (0.72, 2.1)),
+}
+# The same of sums that were measured on 4 nodes or more, on up to `HOLDS_TO` times as many, as
+# `tests.evidence.planner.from_few_nodes` has them. Further on they get wider, in the logarithm, by a quarter with
+# each doubling (fitted to Alps).
+MEASURED_VERBS = ((0.73, 1.28), (0.73, 1.28), (0.8, 1.16))
+MEASURED = ((0.9, 1.99), (0.5, 2.66), (0.87, 1.85))
+MEASURED_FROM, HOLDS_TO, WIDER_BY_DOUBLING = 4, 8, 0.25
+# Over Gloo, with costs fitted to sums: the quantiles of 70 steps of `tests.evidence.planner.emulated`, as much wider.
+EMULATED = ((0.85, 1.07),) * 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(ClusterCosts):
+    """`ClusterCosts` as a planner: `HybridAllReduceStrategy(plan=cluster)`."""
+
+    def plan_for(
+        self, numels: Sequence[int], topology: NodeShape, *, itemsize: int, on_cuda: bool, codec_bits: int | None = None
+    ) -> CommPlan:
+        """Choose the plan of a job: see `plan_search.choose_plan`.
+
+        `codec_bits`: of `between_nodes.dtype="int8"` or `"int4"`.
+
+        Raises:
+            ValueError: nodes of the job have other numbers of ranks than those of the description.
+        """
+        if topology.ranks_per_node != self.ranks_per_node:
+            raise ValueError(
+                f"`plan` (=a cluster with {self.ranks_per_node} ranks per node) must be of nodes as this job's, which "
+                f"have {topology.ranks_per_node or 'unequal numbers of'} ranks. Describe them by "
+                "`lightning-hybrid tune`, or leave `comm.plan` out."
+            )
+        if on_cuda and topology.num_nodes > 1 and not is_known(self.of(topology.num_nodes)):
+            if getattr(topology, "rank", 0) == 0:
+                warnings.warn(
+                    "`plan` (=a cluster whose links nobody has measured): the library's own plan is kept, as a table "
+                    "chooses worse there. Measure 4 nodes by `lightning-hybrid tune`.",
+                    stacklevel=2,
+                )
+            return CommPlan()
+        wire = None if codec_bits is None else NodeWire(name="int8" if codec_bits == 8 else "int4", itemsize=itemsize)
+        return choose_plan(numels, self.of(topology.num_nodes), itemsize=itemsize, on_cuda=on_cuda, wire=wire)
+
+
+def is_known(cluster: Cluster) -> bool:
+    """Return whether choices by the model were better than the default on such links, by published sums.
+
+    That is InfiniBand, RoCE and EFA, and what was measured on `MEASURED_FROM` nodes or more.
+    """
+    errors = _errors(cluster)
+    return cluster.num_nodes == 1 or (errors is not None and errors not in (ERRORS["slingshot"], ERRORS["tcp"]))
+
+
+def bounds(cluster: Cluster) -> tuple[Cluster, Cluster] | None:
+    """Return the cluster with the shortest and the longest sums that are as likely; None: nothing is known.
+
+    One node has no sums between nodes: twice itself.
+    """
+    if cluster.num_nodes == 1:
+        return cluster, cluster
+    if (errors := _errors(cluster)) is None:
+        return None
+    further = max(0.0, math.log2(times_measured(cluster) / HOLDS_TO)) * WIDER_BY_DOUBLING
+    low, high = zip(*((low ** (1 + further), high ** (1 + further)) for low, high in errors), strict=True)
+    return _with(cluster, low), _with(cluster, high)
+
+
+def times_measured(cluster: Cluster) -> float:
+    """Return the number of nodes over that of those measured; 1 where none was."""
+    return cluster.num_nodes / (cluster.measured_nodes or cluster.num_nodes)
+
+
+def _errors(cluster: Cluster) -> Sequence[tuple[float, float]] | None:
+    nccl = cluster.transport
+    if not isinstance(nccl, Nccl):
+        return EMULATED
+    if (cluster.measured_nodes or 0) >= MEASURED_FROM:
+        return MEASURED_VERBS if nccl.fabric in ("ib", "roce", "efa") else MEASURED
+    if cluster.ranks_per_node > 8 or nccl.inside != "nvlink" or nccl.generation not in ("ampere", "hopper"):
+        return None
+    return None if nccl.fabric is None else ERRORS.get(nccl.fabric)
+
+
+def _with(cluster: Cluster, factors: Sequence[float]) -> Cluster:
+    return replace(cluster, ends=dict(zip(FROM_BYTES, factors, strict=True)))

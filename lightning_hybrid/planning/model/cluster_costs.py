@@ -1,0 +1,226 @@
+"""A cluster as communication sees it, and the stages of each algorithm on it.
+
+A stage is first a delay, in which it uses nothing that others might want, and then work: the seconds that its bytes
+take of a node's inside or of its links, alone at full rate. One node stands for all: that with the slowest links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from lightning_hybrid.checks import require_number, require_positive, require_whole
+from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
+from lightning_hybrid.comm.plan import Algorithm, CommPlan
+from lightning_hybrid.planning.model.cost import (
+    Cost,
+    Link,
+    NodeGroup,
+    Place,
+    StageCost,
+    curve_at,
+    double_tree,
+    halving_doubling,
+    least_s,
+    levels,
+)
+from lightning_hybrid.planning.model.cost_gloo import Gloo, gloo_stages
+from lightning_hybrid.planning.model.cost_nccl import Nccl
+from lightning_hybrid.planning.model.node_wire import CodecRates, NodeWire, bits_of
+
+OURS: tuple[Algorithm, ...] = ("flat", "parallel_flat", "hierarchical", "two_level")
+# Algorithms of others: NCCL's own choice, its ring, its tree; Gloo's ring as DistributedDataParallel calls it; two
+# textbook forms and the 2D torus, with the links' latencies and no software.
+PEERS = ("nccl", "nccl_ring", "nccl_tree", "gloo_ring", "halving_doubling", "double_tree", "torus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCosts:
+    """Nodes with equal numbers of ranks, and what stages take on them.
+
+    Args:
+        num_nodes: Number of nodes.
+        ranks_per_node: Ranks on each node.
+        inside: The link from a rank to others of its node; over Gloo its rate is what a core copies or adds.
+        across: The link of one network card.
+        nics_per_node: Network cards that the ranks of a node use at the same time (rails).
+        transport: The software that carries messages: `Nccl` or `Gloo`.
+        is_interleaved: Consecutive ranks are on different nodes, so that every edge of a flat ring leaves its node.
+        curves: Measured over modelled time, by algorithm and by the bytes of a sum (`recipes/tune.py`); 1 for others.
+            `two_level_int8` is that of sums through a codec; without it, that of `two_level`.
+        measured_nodes: How many nodes were measured.
+        codec: What rounding takes where sums between nodes go through a codec.
+        groups: Nodes that differ from the others: every sum goes at the pace of the slowest link, every step at that
+            of the slowest ranks. A job on one node has none.
+        taken_share: Of an accelerator's arithmetic, by a sum while it runs.
+        ends: Of an interval: actual over modelled time of stages between nodes, by the bytes from which on it holds.
+
+    Raises:
+        ValueError: A count is below one.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    inside: Link
+    across: Link
+    transport: Gloo | Nccl
+    nics_per_node: int = 1
+    is_interleaved: bool = False
+    curves: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    measured_nodes: int | None = None
+    codec: CodecRates = field(default_factory=CodecRates)
+    groups: Sequence[NodeGroup] = ()
+    taken_share: float = 0.0
+    ends: Mapping[float, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, curve in self.curves.items():
+            for num_bytes, ratio in curve.items():
+                require_positive(f"curves.{name}.{num_bytes}", ratio, "it is measured over modelled time of such a sum")
+        require_number("taken_share", self.taken_share, "a sum takes this share of an accelerator while it runs")
+        require_whole("num_nodes", self.num_nodes, "nodes are counted")
+        require_whole("ranks_per_node", self.ranks_per_node, "ranks of a node are counted, one per accelerator")
+        require_whole("nics_per_node", self.nics_per_node, "network cards of a node are counted")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def slowdown(self) -> float:
+        """Time of the slowest ranks' arithmetic over that of the others."""
+        return max([1.0, *(group.slowdown for group in self.groups if self.num_nodes > 1)])
+
+    def at_slowest(self) -> Self:
+        """Return equal nodes with the slowest links of these."""
+        inside, across = self.inside, self.across
+        for group in self.groups if self.num_nodes > 1 else ():
+            inside, across = inside.or_slower(group.inside), across.or_slower(group.across)
+        return replace(self, groups=(), inside=inside, across=across)
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Bytes per second that a node can send to others."""
+        return self.nics_per_node * self.across.bytes_per_s
+
+    def least_s(self, num_bytes: float) -> float:
+        """Compute the time that no all-reduce can beat; see `cost.least_s`."""
+        return least_s(num_bytes, num_nodes=self.num_nodes, across=self.across, nics_per_node=self.nics_per_node)
+
+    def of(self, num_nodes: int) -> Self:
+        """Return the same cluster with another number of nodes."""
+        return replace(self, num_nodes=num_nodes)
+
+    def stages(
+        self, algorithm: str, num_bytes: float, wire: NodeWire | None = None, *, of_bytes: float | None = None
+    ) -> tuple[StageCost, ...]:
+        """Return the stages of a chunk of `num_bytes`; none for one rank.
+
+        `wire`: the form of sums between nodes; None: that of the chunk. `of_bytes`: of the whole sum; None: it is all.
+
+        Raises:
+            ValueError: The algorithm is unknown, this transport does not have it, or it has no such form.
+        """
+        if algorithm not in (*OURS, *PEERS):
+            raise ValueError(f"`algorithm` (={algorithm!r}) must be one of {', '.join((*OURS, *PEERS))}.")
+        if self.world_size == 1:
+            return ()
+        if self.groups:
+            return self.at_slowest().stages(algorithm, num_bytes, wire, of_bytes=of_bytes)
+        if wire is not None and self.num_nodes > 1 and algorithm in PEERS:
+            raise ValueError(
+                f"`algorithm` (={algorithm!r}) must be one of {', '.join(OURS)} with `comm_dtype_across_nodes` "
+                f"(={wire.name!r}): others send what the buckets hold. Leave one of them out."
+            )
+        wire = wire if self.num_nodes > 1 else None
+        curve = self.curves.get(algorithm, {})
+        if (bits := bits_of(wire)) is not None:
+            plan_for_codec(CommPlan(algorithm=algorithm), self, bits=bits, on_cuda=False)  # type: ignore[arg-type]
+            curve = self.curves.get(f"{algorithm}_int{bits}", curve)
+        if algorithm in ("halving_doubling", "double_tree", "torus"):
+            stages: tuple[StageCost, ...] = (self._textbook(algorithm, num_bytes),)
+        elif isinstance(self.transport, Gloo):
+            stages = gloo_stages(self, self.transport, algorithm, num_bytes, wire)
+        else:
+            stages = _over_nccl(self, self.transport, algorithm, num_bytes, wire)
+        factor = curve_at(curve, of_bytes or num_bytes)
+        end = self.ends.get(max((n for n in self.ends if n <= (of_bytes or num_bytes)), default=0.0), 1.0)
+        by = {"inside": factor, "across": factor * end}
+        return tuple(replace(s, delay_s=by[s.place] * s.delay_s, work_s=by[s.place] * s.work_s) for s in stages)
+
+    def codec_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None) -> float:
+        """Compute what rounding adds to the stage between nodes, of a chunk of `num_bytes`; 0 without a codec."""
+        if wire is None:
+            return 0.0
+        num_groups = self.ranks_per_node if algorithm == "two_level" else 1
+        alone_s = self.codec.seconds(wire, num_bytes / wire.itemsize / num_groups, self.num_nodes)
+        if isinstance(self.transport, Nccl):
+            return alone_s
+        return self.transport.work_s(alone_s, of_busiest=1, of_all=num_groups * self.num_nodes)
+
+    def alone_s(self, algorithm: str, num_bytes: float, wire: NodeWire | None = None) -> float:
+        """Compute the time of one all-reduce in one chunk, with nothing else at the same time."""
+        return sum(stage.alone_s for stage in self.stages(algorithm, num_bytes, wire))
+
+    def _textbook(self, algorithm: str, num_bytes: float) -> StageCost:
+        # A rail: a rank's share of its node's network cards.
+        rail = replace(self.across, bytes_per_s=self.node_bytes_per_s / self.ranks_per_node)
+        if algorithm == "torus":
+            cost = levels(num_bytes, [(self.ranks_per_node, self.inside), (self.num_nodes, rail)])
+        elif self.num_nodes == 1:
+            cost = (halving_doubling if algorithm == "halving_doubling" else double_tree)(
+                num_bytes, self.ranks_per_node, self.inside
+            )
+        elif algorithm == "halving_doubling":
+            # In the far rounds all ranks of a node use its links at once, each with its part of the bytes.
+            near = halving_doubling(num_bytes, self.ranks_per_node, self.inside)
+            cost = near + halving_doubling(num_bytes / self.ranks_per_node, self.num_nodes, rail)
+        else:
+            near = Cost(latency_s=2 * (self.ranks_per_node - 1) * self.inside.latency_s)
+            # Inside a node the tree is a chain through all ranks, as NCCL's.
+            whole = replace(self.across, bytes_per_s=self.node_bytes_per_s)
+            cost = near + double_tree(num_bytes, self.num_nodes, whole)
+        place: Place = "inside" if self.num_nodes == 1 else "across"
+        return StageCost(name=algorithm, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)
+
+
+def _over_nccl(
+    cluster: ClusterCosts, nccl: Nccl, algorithm: str, num_bytes: float, wire: NodeWire | None
+) -> tuple[StageCost, ...]:
+    nodes, k = cluster.num_nodes, cluster.ranks_per_node
+    place: Place = "inside" if nodes == 1 else "across"
+    across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
+    codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)
+    card = nccl.payload_bytes_per_s(cluster.across.bytes_per_s)
+    if algorithm in ("flat", "parallel_flat", "nccl", "nccl_ring", "nccl_tree") and codec_s is None:
+        cost = nccl.all_reduce(
+            across_bytes,
+            num_nodes=nodes,
+            ranks_per_node=k,
+            inside=cluster.inside,
+            across=replace(cluster.across, bytes_per_s=cluster.nics_per_node * card),
+            num_nics=cluster.nics_per_node,
+            algorithm={"nccl_ring": "ring", "nccl_tree": "tree"}.get(algorithm),  # type: ignore[arg-type]
+        )
+        return (_stage("all_reduce", place, cost),)
+    if algorithm == "gloo_ring":
+        raise ValueError("`algorithm` (='gloo_ring') must be one that NCCL has: set nccl_ring, or a `Gloo` transport.")
+    # two_level: each rank sums its part between nodes, on its own rail; hierarchical: a leader sums all, on one card.
+    is_sharded = algorithm == "two_level"
+    before = after = nccl.reduce(num_bytes, k, cluster.inside, is_sharded=is_sharded)
+    rate, size = (cluster.nics_per_node * card / k, across_bytes / k) if is_sharded else (card, across_bytes)
+    rail = replace(cluster.across, bytes_per_s=rate)
+    if codec_s is not None:
+        between = nccl.coded_sum(size, nodes, rail) + Cost(latency_s=codec_s)
+    else:
+        between = nccl.all_reduce(size, num_nodes=nodes, ranks_per_node=1, inside=cluster.inside, across=rail)
+    names = ("scatter_reduce", "shard_all_reduce", "gather") if is_sharded else ("reduce", "ring", "broadcast")
+    # One rank per node, or one node, leaves out a stage.
+    found = [_stage(names[0], "inside", before), _stage(names[1], "across", between), _stage(names[2], "inside", after)]
+    return tuple(stage for stage in found if stage.alone_s > 0)
+
+
+def _stage(name: str, place: Place, cost: Cost) -> StageCost:
+    return StageCost(name=name, place=place, delay_s=cost.latency_s, work_s=cost.transfer_s)

@@ -1,0 +1,290 @@
+"""Seconds of NCCL's collectives, by the model with which NCCL itself chooses among its algorithms and protocols.
+
+    time = launch + base latency + hops * latency per hop + bytes / bandwidth + filling
+
+The constants are those of NCCL's source, see `nccl_tables`. LL sends a flag with every 4 bytes, LL128 with every 120,
+Simple waits for whole chunks. Between nodes bandwidth is that of the links, or that of the channels where it is less.
+
+    ring        2 (P - 1) hops, of which 2 (N - 1) between nodes        2 (P - 1) / P S through the slowest link
+    tree        2 ((k - 1) + log2 N) hops                               2 S; between two nodes S
+    nvls        one hop through the switch of the node                  (1 + 1 / k) S
+    nvls_tree   one hop and 2 log2 N between nodes                      2 S between nodes; between two S
+
+`filling` is not in NCCL's model: on each edge of the way up and down a tree a round of chunks passes before the last
+edge is busy, that is 2 log2 N x (channels x chunk) / rate of a node, and so inside nodes. NCCL chooses without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_hybrid.checks import require_number, require_share, require_whole
+from lightning_hybrid.planning.model import nccl_tables as tables
+from lightning_hybrid.planning.model.cost import Cost, Link
+from lightning_hybrid.planning.model.nccl_tables import US, Fabric, Generation, NcclJob, Plugin
+
+NcclAlgorithm = Literal["ring", "tree", "nvls", "nvls_tree"]
+Protocol = Literal["ll", "ll128", "simple"]
+
+SHARE_OF_PROTOCOL = (0.5, 0.92, 1.0)
+SHARE_OF_TREE, SHARE_OF_PROTOCOL_OF_TREE = 0.92, (1 / 3.8, 120 / 128, 1.0)
+# Of line rate in payload: 192 of 200 GB/s (NVIDIA/nccl issue 812), 46 to 48 of 50 (NVIDIA/nccl-tests issue 290).
+PAYLOAD_SHARE = 0.94
+# Of kernel TCP, fitted to the rows of Polaris over sockets (github.com/argonne-lcf/alcf-nccl-tests): a card, a hop.
+TCP_BYTES_PER_S, TCP_HOP_S = 3.25e9, 20 * US
+MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = 16, 45e9  # fewer channels than that are doubled where their cards are fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nccl:
+    """NCCL on given hardware.
+
+    Args:
+        inside: `nvlink` or `pci`: the connection of the GPUs of a node.
+        generation: Of the GPUs.
+        fabric: The network between nodes; None: not said, and taken as InfiniBand.
+        plugin: Whose choice of algorithms takes the place of NCCL's, on nodes of 8.
+        version: Of NCCL: trees came with 2.4, NVLS with 2.17, trees of it with 2.18.
+        algorithms: Algorithms to choose from; None: those that version and generation have.
+        protocols: Protocols to choose from; LL128 needs NVLink and Volta or newer.
+        ll_up_to_bytes: None: the fastest by the model (NCCL 2.5 or newer). Before, LL was used up to this size and
+            Simple above: 16384.
+        channels: Of NCCL's graph, which a log of NCCL_DEBUG=INFO shows; None: one per GPU that has a card.
+        cpu: The nodes' processors.
+        payload_share: Payload over line rate of a network card; 1 where a measured rate is given.
+        launch_s: Seconds per collective outside NCCL's model; a job that queues pays none.
+    """
+
+    inside: Literal["nvlink", "pci"]
+    generation: Generation = "ampere"
+    fabric: Fabric | None = None
+    plugin: Plugin | None = None
+    version: str = "2.27"
+    algorithms: Sequence[NcclAlgorithm] | None = None
+    protocols: Sequence[Protocol] = ("ll", "ll128", "simple")
+    ll_up_to_bytes: int | None = None
+    channels: int | None = None
+    cpu: Literal["intel", "amd", "arm"] = "intel"
+    payload_share: float = PAYLOAD_SHARE
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number("launch_s", self.launch_s, "it is a time in seconds, 0 where there is none")
+        require_share("payload_share", self.payload_share, "it is how much of a card's line rate is payload")
+        require_whole(
+            "ll_up_to_bytes", self.ll_up_to_bytes or 0, "it is a size of messages; None is NCCL's own", least=0
+        )
+        require_whole("channels", self.channels or 1, "channels are counted; None is one per GPU that has a card")
+        if not re.fullmatch(r"\d+\.\d+(\.\d+)?", self.version):
+            raise ValueError(f"`version` (={self.version!r}) must be one of NCCL's, which decides what it has: '2.27'.")
+        for name, values, known in (
+            ("inside", [self.inside], ["nvlink", "pci"]),
+            ("generation", [self.generation], get_args(Generation)),
+            ("fabric", [self.fabric], [*get_args(Fabric), None]),
+            ("plugin", [self.plugin], [*get_args(Plugin), None]),
+            ("cpu", [self.cpu], ["intel", "amd", "arm"]),
+            ("algorithms", list(self.available), get_args(NcclAlgorithm)),
+            ("protocols", list(self.protocols), get_args(Protocol)),
+        ):
+            if not values or any(value not in known for value in values):
+                raise ValueError(
+                    f"`{name}` (={values}) must be of {', '.join(map(str, known))}: it says what NCCL has on this "
+                    "hardware."
+                )
+        if self.generation not in tables.NVLS_SHARE and any(kind.startswith("nvls") for kind in self.available):
+            raise ValueError(
+                f"`algorithms` (={list(self.available)}) must be without nvls on `generation` (={self.generation!r}): "
+                "Hopper was the first to have it. Leave algorithms out."
+            )
+
+    @property
+    def available(self) -> Sequence[NcclAlgorithm]:
+        """The algorithms to choose from."""
+        if self.algorithms is not None:
+            return self.algorithms
+        version = tuple(map(int, self.version.split(".")))
+        has_nvls = self.inside == "nvlink" and self.generation in tables.NVLS_SHARE
+        return [
+            kind
+            for kind in get_args(NcclAlgorithm)
+            if version >= tables.SINCE[kind] and (has_nvls or not kind.startswith("nvls"))
+        ]
+
+    def payload_bytes_per_s(self, line_bytes_per_s: float) -> float:
+        """Compute the payload that a network card of this line rate carries."""
+        payload = self.payload_share * line_bytes_per_s
+        return min(payload, TCP_BYTES_PER_S) if self.fabric == "tcp" else payload
+
+    def all_reduce(
+        self,
+        num_bytes: float,
+        *,
+        num_nodes: int,
+        ranks_per_node: int,
+        inside: Link,
+        across: Link,
+        num_nics: int = 1,
+        algorithm: NcclAlgorithm | None = None,
+    ) -> Cost:
+        """Compute the cost of an all-reduce by NCCL's or the plug-in's choice, or by one algorithm.
+
+        `inside.bytes_per_s` is the rate of a GPU in each direction, `across.bytes_per_s` the payload of a node, all its
+        NICs together. A hop takes NCCL's own latency, or the link's where that is more (sockets, slow fabrics).
+        """
+        require_whole("num_nodes", num_nodes, "nodes are counted")
+        require_whole("ranks_per_node", ranks_per_node, "ranks are counted")
+        if num_nodes * ranks_per_node == 1:
+            return Cost()
+        channels = self.channels or (num_nics if ranks_per_node == 1 else min(num_nics, ranks_per_node))
+        job = NcclJob(num_bytes, num_nodes, ranks_per_node, inside, across, channels)
+        found: list[tuple[NcclAlgorithm, int]] = [
+            (kind, place)
+            for kind in ([algorithm] if algorithm else self.available)
+            if _is_possible(kind, num_nodes, ranks_per_node)
+            for place in self._protocols(num_bytes, kind, num_nodes)
+        ]
+        planned = None if algorithm else self._choice_of_plugin(job)
+        chosen = planned or min(found, key=lambda pair: self._cost(pair[0], pair[1], job, expected=True).total_s)
+        return self._cost(chosen[0], chosen[1], job, expected=False)
+
+    def _choice_of_plugin(self, job: NcclJob) -> tuple[NcclAlgorithm, int] | None:
+        if self.plugin is None or job.ranks_per_node != 8 or job.num_nodes == 1:
+            return None
+        ll_bytes, until = tables.PLUGIN_TREES[self.plugin]
+        most = [num_bytes for ranks, num_bytes in until if ranks <= job.num_ranks][-1]
+        return ("tree", int(job.num_bytes > ll_bytes)) if job.num_bytes <= most else None
+
+    def coded_sum(self, num_bytes: float, num_nodes: int, across: Link) -> Cost:
+        """Compute the cost of a sum through a codec between nodes, one rank on each, without the codec's own time.
+
+        Two exchange `num_bytes`, by a gather of both; more send parts by an all-to-all, which is taken to cost what a
+        gather does, and gather the sums. A gather is half of a ring's all-reduce.
+        """
+        gathered = 2 * num_bytes if num_nodes == 2 else num_bytes
+        found = []
+        for place in self._protocols(gathered, "ring", num_nodes):
+            ring = self._cost("ring", place, NcclJob(gathered, num_nodes, 1, across, across, 1), expected=False)
+            start_s = self.launch_s + tables.BASE_S["ring"][place]
+            found.append(Cost(latency_s=(start_s + ring.latency_s) / 2, transfer_s=ring.transfer_s / 2))
+        fastest = min(found, key=lambda cost: cost.total_s)
+        return fastest if num_nodes == 2 else fastest + fastest
+
+    def reduce(self, num_bytes: float, num_ranks: int, inside: Link, *, is_sharded: bool) -> Cost:
+        """Compute the cost of a reduce inside a node, along a chain in chunks; the broadcast costs the same.
+
+        `is_sharded`: of a scatter-reduce, round a ring, and of the gather.
+        """
+        share = (num_ranks - 1) / num_ranks if is_sharded else 1.0
+        require_whole("num_ranks", num_ranks, "ranks are counted")
+        if num_ranks == 1:
+            return Cost()
+        found = []
+        for place in self._protocols(num_bytes, "ring"):
+            hops_s = (num_ranks - 1) * tables.HOP_S[self.inside, "ring"][place]
+            transfer_s = share * num_bytes / (SHARE_OF_PROTOCOL[place] * inside.bytes_per_s)
+            found.append(Cost(latency_s=self.launch_s + tables.BASE_S["ring"][place] + hops_s, transfer_s=transfer_s))
+        return min(found, key=lambda cost: cost.total_s)
+
+    def _protocols(self, num_bytes: float, algorithm: NcclAlgorithm, num_nodes: int = 1) -> list[int]:
+        # As indices of the tables: 0 is LL, 1 is LL128, 2 is Simple, the only one that NVLS has.
+        if algorithm.startswith("nvls"):
+            return [2]
+        names = list(get_args(Protocol))
+        if self.ll_up_to_bytes is not None:
+            return [0 if num_bytes <= self.ll_up_to_bytes else 2]
+        # LL128 needs a network that keeps the order of bytes.
+        is_ordered = self.fabric != "tcp" and not (self.fabric == "efa" and self._is_before("hopper"))
+        return [names.index(n) for n in self.protocols if n != "ll128" or num_nodes == 1 or is_ordered] or [2]
+
+    def _is_before(self, generation: Generation) -> bool:
+        return tables.GENERATIONS.index(self.generation) < tables.GENERATIONS.index(generation)
+
+    def _cost(self, kind: NcclAlgorithm, place: int, job: NcclJob, *, expected: bool) -> Cost:
+        # As NCCL expects it, or as it is: pipelines that fill in place of NCCL's correction of trees.
+        latency_s = self.launch_s + self._latency_s(kind, place, job)
+        if kind == "nvls" or (kind == "nvls_tree" and job.num_nodes == 1):
+            rate = tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
+            return Cost(latency_s=latency_s, transfer_s=(1 + 1 / job.ranks_per_node) * job.num_bytes / rate)
+        rate = self._bus_bytes_per_s(kind, place, job)
+        if kind == "tree" and (expected or job.num_nodes == 1):
+            rate *= tables.tree_correction(job.num_bytes, place)
+        share = 1.0 if kind == "tree" else (job.num_ranks - 1) / job.num_ranks
+        if not expected and kind != "ring" and job.num_nodes > 1:
+            latency_s += self._filling_s(kind, place, job)
+        return Cost(latency_s=latency_s, transfer_s=2 * share * job.num_bytes / rate)
+
+    def _bus_bytes_per_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
+        # Between two nodes a tree sends every byte once, and rings twice.
+        is_between, is_two = job.num_nodes > 1, job.num_nodes == 2 and kind != "ring"
+        link = job.across.bytes_per_s * (1 + is_two) if is_between else job.inside.bytes_per_s
+        if kind == "nvls_tree":
+            heads = min(32, job.ranks_per_node)
+            inside = 2 * (heads - 1) / heads * tables.NVLS_SHARE[self.generation] * job.inside.bytes_per_s
+            limit = heads * tables.NVLS_TREE[self.generation][job.column]
+            return min(link, limit, inside) if heads > 1 else min(link, limit)
+        rate = link if job.ranks_per_node == 1 else min(link, job.inside.bytes_per_s)
+        shares, ll128 = SHARE_OF_PROTOCOL, tables.RING_LL128
+        if kind == "tree":
+            shares, ll128 = SHARE_OF_PROTOCOL_OF_TREE, tables.TREE_LL128
+            rate *= SHARE_OF_TREE
+            if is_between:
+                rate = min(rate, job.channels * tables.TREE.get(self.generation, tables.TREE_BEFORE_AMPERE)[job.column])
+        rate *= shares[place]
+        if is_between and place == 0:
+            rate = min(rate, tables.LL.get(self.cpu, tables.LL["intel"])[job.column])
+        if is_between and place == 1:
+            rate = min(rate, job.channels * ll128.get(self.generation, tables.LL128_BEFORE_HOPPER)[job.column])
+        return rate
+
+    def _latency_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
+        between_s = max(self._hop_s(kind, place), job.across.latency_s)
+        if kind.startswith("nvls"):
+            return tables.NVLS_HOP_S + 2 * job.rounds * between_s
+        inside_s = max(tables.HOP_S[self.inside, kind][place], job.inside.latency_s)
+        if kind == "tree":
+            hops_s = 2 * ((job.ranks_per_node - 1) * inside_s + job.rounds * between_s)
+            return tables.BASE_S["tree"][place] + hops_s
+        if job.num_nodes > 1:  # a host has to start each step next to a network
+            inside_s = max(inside_s, (2 if self.cpu == "amd" else 1) * US * (3 if place == 2 else 1))
+        hops_s = 2 * (job.num_ranks - job.num_nodes) * inside_s + 2 * (job.num_nodes - 1) * between_s
+        # tuning.cc's plateau of Simple rings between nodes.
+        if place == 2 and job.num_nodes > 1 and job.num_bytes / job.num_ranks >= tables.PLATEAU_BYTES_PER_RANK:
+            hops_s *= tables.PLATEAU_BEFORE_AMPERE if self._is_before("ampere") else tables.PLATEAU
+        return tables.BASE_S["ring"][place] + hops_s
+
+    def _hop_s(self, kind: NcclAlgorithm, place: int) -> float:
+        own_s = tables.NVLS_TREE_HOP_S if kind.startswith("nvls") else tables.HOP_S["net", kind][place]
+        if self.fabric == "efa":  # the plug-in's latency is that of LL, for which NCCL has 5 us
+            more_s = tables.EFA_HOP_S.get(self.generation, tables.EFA_HOP_S["volta"]) - tables.HOP_S["net", "tree"][0]
+            own_s += more_s + (tables.EFA_SIMPLE_S if place == 2 else 0)
+        return max(own_s, TCP_HOP_S) if self.fabric in ("tcp", "tcpxo") else own_s
+
+    def _filling_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
+        if kind == "nvls_tree":
+            heads = min(32, job.ranks_per_node)
+            first = tables.nvls_tree_round_bytes(
+                job.num_bytes, num_nodes=job.num_nodes, heads=heads, generation=self.generation
+            )
+            return 2 * job.rounds * first / job.across.bytes_per_s
+        # connect.cc: channels are doubled, and again from Hopper on where they are few and their cards fast.
+        channels = 2 * job.channels
+        is_fast = job.across.bytes_per_s / job.channels > BYTES_PER_S_OF_CHANNEL
+        if channels < MANY_CHANNELS and is_fast and not self._is_before("hopper"):
+            channels *= 2
+        first = tables.tree_round_bytes(
+            job.num_bytes, place, num_channels=channels, num_nodes=job.num_nodes, ranks_per_node=job.ranks_per_node
+        )
+        first *= (2, 128 / 120, 1)[place]
+        ll128 = tables.RING_LL128.get(self.generation, tables.LL128_BEFORE_HOPPER)[0]
+        inside = min(job.inside.bytes_per_s, channels * ll128)
+        return 2 * first * (job.rounds / job.across.bytes_per_s + (job.ranks_per_node - 1) / inside)
+
+
+def _is_possible(algorithm: NcclAlgorithm, num_nodes: int, ranks_per_node: int) -> bool:
+    # NVLS is the switch inside one node; NVLS tree joins such switches by a tree between nodes.
+    if algorithm == "nvls":
+        return num_nodes == 1 and ranks_per_node > 1
+    return algorithm != "nvls_tree" or num_nodes > 1

@@ -1,0 +1,199 @@
+"""Simulated training steps on a described cluster: their time, and the part of it that is exposed communication.
+
+    forward | backward: gradients get ready one by one  -> buckets -> chunks -> stages on shared links | update
+            workload.StepWorkload                       buckets_of  chunks_of_step  simulate_events
+
+A step runs at the slowest rank's pace, as every bucket waits for it; `Jitter` is sampled. Left out are traffic of
+others, and failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_hybrid.checks import require_number, require_whole
+from lightning_hybrid.comm.codec.coded_plan import plan_for_codec
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
+from lightning_hybrid.planning.model.event_simulation import SimulatedChunk, Span, simulate_events
+from lightning_hybrid.planning.model.node_wire import NodeWire
+from lightning_hybrid.planning.model.workload import StepWorkload, buckets_of, chunks_of_step, ready_times_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """The variation of computing time over ranks and steps.
+
+    Args:
+        relative_std: Standard deviation of a rank's time over its mean (normal, never below half the mean).
+        slow_share: Probability that a rank is slow in a step.
+        slow_factor: How many times as long a slow rank takes.
+        seed: Seed of the samples.
+    """
+
+    relative_std: float = 0.0
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("relative_std", self.relative_std, "it is a spread. 0 is none, 0.05 five hundredths of a step")
+        require_number("slow_factor", self.slow_factor, "it multiplies a time. 1 is no slower", above=True)
+        require_whole("seed", self.seed, "NumPy's generators take no other. Write seed=0", least=0)
+
+    def slowest(self, num_ranks: int, num_steps: int) -> np.ndarray:
+        """Sample the slowest rank's time over the mean, in each step.
+
+        >>> Jitter().slowest(4, 3).tolist()
+        [1.0, 1.0, 1.0]
+        """
+        require_whole("num_steps", num_steps, "steps are counted")
+        if self.relative_std == 0 and (self.slow_share == 0 or self.slow_factor == 1):
+            return np.ones(num_steps)
+        generator = np.random.default_rng(self.seed)
+        factors = np.empty(num_steps)
+        # One row at a time: 16,384 ranks x 1,000 steps need no memory.
+        for step in range(num_steps):
+            row = np.maximum(0.5, 1 + self.relative_std * generator.standard_normal(num_ranks))
+            factors[step] = np.max(np.where(generator.random(num_ranks) < self.slow_share, row * self.slow_factor, row))
+        return factors
+
+
+NO_JITTER = Jitter()
+SLOWED_TURNS = 4  # until backward and the sums during it agree within a thousandth of what is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One simulated step. `exposed_s` is the time from the end of backward until the last bucket is averaged."""
+
+    step_s: float
+    exposed_s: float
+    busy_s: float
+    spans: tuple[Span, ...]
+    ready_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSteps:
+    """Many simulated steps."""
+
+    steps_s: np.ndarray
+    exposed_s: np.ndarray
+    first: StepTimes
+    buckets: tuple[BucketPlan, ...]
+    alone_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return float(self.steps_s.mean())
+
+    @property
+    def efficiency(self) -> float:
+        """A rank's step alone over the mean step of all; 1: communication and waiting for others cost nothing."""
+        return self.alone_s / self.step_s
+
+    def quantile_s(self, share: float) -> float:
+        """Return the step time that this share of steps does not exceed."""
+        return float(np.quantile(self.steps_s, share))
+
+
+def step_times(work: StepWorkload, buckets: Sequence[BucketPlan], chunks: Sequence[SimulatedChunk]) -> StepTimes:
+    """Simulate one step of ranks that all have this pace. `chunks` are ready when `work` says."""
+    spans = simulate_events(chunks)
+    backward_end_s = work.forward_s + work.backward_s
+    done_s = max((span.end_s for span in spans), default=backward_end_s)
+    exposed_s = max(0.0, done_s - backward_end_s)
+    return StepTimes(
+        step_s=max(backward_end_s + exposed_s + work.update_s, work.input_s),
+        exposed_s=exposed_s,
+        busy_s=_union_s([(span.begin_s, span.end_s) for span in spans]),
+        spans=tuple(spans),
+        ready_s=ready_times_s(work, buckets),
+    )
+
+
+def simulate(
+    work: StepWorkload,
+    cluster: ClusterCosts,
+    plan: CommPlan,
+    *,
+    itemsize: int,
+    on_cuda: bool = True,
+    algorithm: str | None = None,
+    cuts: Sequence[int] | None = None,
+    num_columns: int | None = None,
+    jitter: Jitter = NO_JITTER,
+    num_steps: int = 1,
+    wire: NodeWire | None = None,
+) -> SimulatedSteps:
+    """Simulate steps of all ranks.
+
+    Args:
+        work: The computation of a rank of mean pace.
+        cluster: Where the step runs.
+        plan: The buckets and algorithms.
+        itemsize: Bytes of an element on the wire.
+        on_cuda: Chunks go one after another, as on one CUDA stream; that the engine has two is left out.
+        algorithm: None: the plan's. Else one of `PEERS` or `OURS` of `cluster_costs` for every bucket, in one chunk.
+        cuts: See `buckets_of`.
+        num_columns: Collectives that run at the same time; None: as the plan says, one on CUDA.
+        jitter: The variation over ranks.
+        num_steps: Number of steps to sample.
+        wire: The form of sums between nodes; None: that of the buckets. For a codec the plan is that of
+            `plan_for_codec`, as in a run.
+    """
+    if cluster.num_nodes > 1 and wire is not None and (bits := wire.bits) is not None:
+        work = work.on_wire(wire)
+        plan = plan_for_codec(plan, cluster, bits=bits, on_cuda=on_cuda)
+    numels = [numel for numel, _ in work.gradients]
+    buckets = buckets_of(numels, cluster, plan, itemsize=itemsize, on_cuda=on_cuda, cuts=cuts)
+
+    def columns(bucket: BucketPlan) -> int:
+        if num_columns is not None or on_cuda or algorithm is not None:
+            return num_columns or 1
+        return plan.num_columns(bucket.algorithm, cluster)
+
+    def step_of(paced: StepWorkload) -> StepTimes:
+        ask: Any = {"algorithm": algorithm, "is_serial": on_cuda, "wire": wire}
+        return step_times(
+            paced, buckets, chunks_of_step(buckets, ready_times_s(paced, buckets), cluster, columns, **ask)
+        )
+
+    factors = cluster.slowdown * jitter.slowest(cluster.world_size, num_steps)
+    # Steps differ by the pace of their slowest rank alone: without jitter one simulation is enough for all.
+    known: dict[float, StepTimes] = {}
+    for factor in factors:
+        if factor not in known:
+            paced = work.scaled(float(factor))
+            known[factor] = step_of(paced)
+            for _ in range(SLOWED_TURNS if cluster.taken_share else 0):
+                known[factor] = step_of(paced.slowed(cluster.taken_share * _under_way_s(paced, known[factor])))
+    steps = [known[factor] for factor in factors]
+    return SimulatedSteps(
+        steps_s=np.array([step.step_s for step in steps]),
+        exposed_s=np.array([step.exposed_s for step in steps]),
+        first=steps[0],
+        buckets=buckets,
+        alone_s=work.alone_s,
+    )
+
+
+def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
+    # Of sums, while the first backward lasts: what is taken makes it longer, and then more of them falls into it.
+    end_s = step.step_s - step.exposed_s - work.update_s
+    return _union_s([(span.begin_s, min(end_s, span.end_s)) for span in step.spans if span.begin_s < end_s])
+
+
+def _union_s(spans: Sequence[tuple[float, float]]) -> float:
+    total_s, until_s = 0.0, 0.0
+    # `until_s` is the end of what is covered so far: overlapping spans count once.
+    for begin_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s

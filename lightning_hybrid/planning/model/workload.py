@@ -1,0 +1,143 @@
+"""The computation of a step, and the buckets and chunks that its gradients become."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hybrid.comm.bucket_layout import chunk_numels
+from lightning_hybrid.comm.plan import BucketPlan, CommPlan
+from lightning_hybrid.planning.model.cluster_costs import ClusterCosts
+from lightning_hybrid.planning.model.event_simulation import SimulatedChunk
+from lightning_hybrid.planning.model.node_wire import NodeWire
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWorkload:
+    """The computation of one rank in a step, in seconds.
+
+    Args:
+        forward_s: Time before backward.
+        gradients: For each tensor, as it gets ready: elements, and seconds of backward since the one before.
+        update_s: Time after the last bucket is averaged.
+        input_s: Time to make the next batch, during everything else: a step is never shorter.
+    """
+
+    forward_s: float
+    gradients: tuple[tuple[int, float], ...]
+    update_s: float = 0.0
+    input_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        times_s = [self.forward_s, self.update_s, self.input_s, *(time_s for _, time_s in self.gradients)]
+        if not self.gradients or min(times_s) < 0:
+            raise ValueError(
+                f"`gradients` (={len(self.gradients)} tensors) must hold at least one, and no time may be negative: "
+                "they are what a step computes before communication."
+            )
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds from the loss to the last gradient."""
+        return sum(time_s for _, time_s in self.gradients)
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of a step of one rank without communication."""
+        return max(self.forward_s + self.backward_s + self.update_s, self.input_s)
+
+    def scaled(self, factor: float) -> StepWorkload:
+        """Return the same workload on a rank that takes `factor` times as long to compute."""
+        gradients = tuple((numel, factor * time_s) for numel, time_s in self.gradients)
+        return replace(self, forward_s=factor * self.forward_s, gradients=gradients, update_s=factor * self.update_s)
+
+    def slowed(self, more_s: float) -> StepWorkload:
+        """Return the same workload with a backward that takes so much longer, evenly."""
+        factor = 1 + more_s / self.backward_s if self.backward_s else 1.0
+        return replace(self, gradients=tuple((numel, factor * time_s) for numel, time_s in self.gradients))
+
+    def on_wire(self, wire: NodeWire) -> StepWorkload:
+        """Return the same workload with gradients as large as they are on the wire between nodes."""
+        return replace(self, gradients=tuple((wire.padded(numel), time_s) for numel, time_s in self.gradients))
+
+
+def buckets_of(
+    numels: Sequence[int],
+    cluster: ClusterCosts,
+    plan: CommPlan,
+    *,
+    itemsize: int,
+    on_cuda: bool,
+    cuts: Sequence[int] | None,
+) -> tuple[BucketPlan, ...]:
+    """Fuse gradients that get ready in this order into buckets.
+
+    `cuts`: None fuses as `plan` says; else buckets end before these indices, counted in the order of readiness (Jia et
+    al. fuse in two segments); all indices make one bucket per tensor.
+    """
+    if cuts is None:
+        sizes = plan.bucket_caps([n * itemsize for n in numels], num_nodes=cluster.num_nodes, on_cuda=on_cuda)
+    else:
+        places = [0, *sorted(cuts), len(numels)]
+        if any(not 0 <= place <= len(numels) for place in places):
+            raise ValueError(f"`cuts` (={list(cuts)}) must be places from 0 to the number of tensors ({len(numels)}).")
+        sizes = [sum(numels[a:b]) * itemsize for a, b in itertools.pairwise(places) if b > a]
+    dtype = {2: "float16", 4: "float32"}[itemsize]
+    return tuple(
+        plan.bucket(index=index, numel=size // itemsize, dtype=dtype, num_bytes=size, topology=cluster, on_cuda=on_cuda)
+        for index, size in enumerate(sizes)
+    )
+
+
+def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[float, ...]:
+    """Compute when the last gradient of each bucket is ready, in seconds from the begin of the step."""
+    ends = list(itertools.accumulate(bucket.numel for bucket in buckets))
+    found: list[float] = []
+    now_s, numel = work.forward_s, 0
+    for size, time_s in work.gradients:
+        now_s, numel = now_s + time_s, numel + size
+        # A bucket is ready with the tensor that holds its last element; one tensor may complete several.
+        while len(found) < len(ends) and numel >= ends[len(found)]:
+            found.append(now_s)
+    return tuple(found)
+
+
+def chunk_sizes_bytes(num_bytes: int, num_chunks: int, itemsize: int) -> list[int]:
+    """Cut a bucket into chunks and return their sizes."""
+    return [numel * itemsize for numel in chunk_numels(num_bytes // itemsize, num_chunks)]
+
+
+def chunks_of_step(
+    buckets: Sequence[BucketPlan],
+    ready_s: Sequence[float],
+    cluster: ClusterCosts,
+    columns: Callable[[BucketPlan], int],
+    *,
+    algorithm: str | None = None,
+    is_serial: bool = False,
+    wire: NodeWire | None = None,
+) -> list[SimulatedChunk]:
+    """Return the chunks of all buckets; with `algorithm` in place of their plans', each bucket in one chunk."""
+    found: list[SimulatedChunk] = []
+    counts: dict[str, int] = {}
+    for bucket, at_s in zip(buckets, ready_s, strict=True):
+        name = algorithm or bucket.algorithm
+        num_chunks = 1 if algorithm else bucket.num_chunks
+        for size in chunk_sizes_bytes(bucket.num_bytes, num_chunks, bucket.num_bytes // bucket.numel):
+            # Chunks take turns over the columns; each algorithm counts its own.
+            column = counts.get(name, 0) % columns(bucket)
+            counts[name] = counts.get(name, 0) + 1
+            stages = cluster.stages(name, size, wire, of_bytes=bucket.num_bytes)
+            found.append(
+                SimulatedChunk(
+                    bucket=bucket.index,
+                    num_bytes=size,
+                    ready_s=at_s,
+                    algorithm=name,
+                    column=column,
+                    stages=stages,
+                    is_serial=is_serial,
+                )
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Reports of the planner: sentences, tables, JSON and pictures."""

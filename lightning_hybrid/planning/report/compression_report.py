@@ -1,0 +1,88 @@
+"""Whether fewer bits between nodes pay, in a sentence and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from lightning_hybrid.comm.plan import CommPlan
+from lightning_hybrid.formatting import time_text
+from lightning_hybrid.planning.estimates.compression import WireStep, compressed_steps, proposed, wire_step
+from lightning_hybrid.planning.model.cluster import Cluster
+from lightning_hybrid.planning.model.simulate import SimulatedSteps
+from lightning_hybrid.planning.model.workload import StepWorkload
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionReport:
+    """Steps with sums between nodes as in the buckets, and in fewer bits.
+
+    Args:
+        plain: The best without.
+        steps: Those with fewer bits, the most first.
+        is_measured: The codec's own time was.
+    """
+
+    plain: WireStep
+    steps: tuple[WireStep, ...]
+    is_measured: bool
+
+    @classmethod
+    def of(
+        cls,
+        plain: SimulatedSteps,
+        work: StepWorkload,
+        cluster: Cluster,
+        plans: Sequence[CommPlan],
+        *,
+        itemsize: int,
+        on_cuda: bool,
+    ) -> CompressionReport | None:
+        """Simulate a step in each form under the best of `plans`; None for one node."""
+        if cluster.num_nodes == 1:
+            return None
+        return cls(
+            plain=wire_step(plain, cluster, itemsize=itemsize, name=None),
+            steps=compressed_steps(work, cluster, plans, itemsize=itemsize, on_cuda=on_cuda),
+            is_measured=cluster.codec.is_measured,
+        )
+
+    @property
+    def proposal(self) -> str | None:
+        """The value of `comm_dtype_across_nodes` that clearly shortens a step; None where none does."""
+        found = proposed(self.plain, self.steps)
+        return None if found is None else found.name
+
+    def sentence(self) -> str:
+        """Say whether it pays, by how much, and why: exposed communication against the time of rounding."""
+        plain, proposal = self.plain, self.proposal
+        codec_s = max(step.codec_s for step in self.steps)
+        others = ", ".join(f"{time_text(step.step_s)} with {step.name}" for step in self.steps)
+        why = (
+            f"a step takes {time_text(plain.step_s)}, of which {time_text(plain.exposed_s)} are exposed communication, "
+            f"and {others}; rounding takes {time_text(codec_s)}{'' if self.is_measured else ', not measured'}"
+        )
+        if proposal is None:
+            return f"Fewer bits between nodes would not pay: {why}."
+        return (
+            f"Fewer bits between nodes would pay: {why}. They change the numbers, so they are never on by themselves: "
+            f"strategy.between_nodes.dtype={proposal}."
+        )
+
+    def table(self) -> str:
+        """Format a row for each form."""
+        lines = [
+            "| between nodes | step s | exposed s | rounding s | MB from a node | of the step without |",
+            "|---|---|---|---|---|---|",
+        ]
+        for step in (self.plain, *self.steps):
+            lines.append(
+                f"| {step.name or 'as in the buckets'} | {step.step_s:.5g} | {step.exposed_s:.3g} | {step.codec_s:.3g} "
+                f"| {step.node_bytes / 1e6:.4g} | {step.step_s / self.plain.step_s:.1%} |"
+            )
+        return "\n".join(lines)
+
+    def numbers(self) -> dict[str, object]:
+        """Convert to JSON's types."""
+        steps = [asdict(step) for step in (self.plain, *self.steps)]
+        return {"steps": steps, "proposal": self.proposal, "codec_is_measured": self.is_measured}

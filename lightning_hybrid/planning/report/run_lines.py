@@ -1,0 +1,166 @@
+"""Sentences about a planned run: its time, its price and how sure they are; and the same run on several clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from lightning_hybrid.formatting import markdown_table, time_text
+from lightning_hybrid.planning.estimates.run_time import PlannedRun, RunTime
+from lightning_hybrid.planning.estimates.scenario import LEAST_SHARE, MOST_SHARE, PEAK_SHARE, Scenario
+from lightning_hybrid.planning.model.cluster import HOLDS_TO, MEASURED_FROM, times_measured
+
+IMAGENET = 1_281_167  # training images
+NO_MATTER = 0.005  # of the time
+
+
+def days(seconds: float) -> str:
+    """Format the time of a run; infinite where it never ends.
+
+    >>> days(60.0), days(3 * 86400.0), days(float("inf"))
+    ('60 s', '3 days', 'no end')
+    """
+    if seconds == float("inf"):
+        return "no end"
+    return f"{seconds / 86400:,.3g} days" if seconds >= 2 * 86400 else time_text(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """The same run on one of several clusters.
+
+    Args:
+        cluster: Its name.
+        step_s: Time of a step.
+        run: Time of the whole run.
+        price_per_node_hour: None: unknown.
+    """
+
+    cluster: str
+    scenario: Scenario
+    step_s: float
+    run: RunTime
+    price_per_node_hour: float | None
+
+    def costs(self) -> tuple[float, float, float] | None:
+        """Return the price of the run and the ends of its interval; None: unknown."""
+        if self.price_per_node_hour is None:
+            return None
+        return self.run.costs(self.scenario.cluster.num_nodes * self.price_per_node_hour / 3600)
+
+    def cells(self) -> list[str]:
+        """Format the row of the table."""
+        scenario, run = self.scenario, self.run
+        rate = f"{scenario.images_per_s:,.0f}"
+        if scenario.is_rate_estimated:
+            rate += " (estimated)"
+        ends = "unknown"
+        if run.step_bounds_s is not None:
+            ends = " to ".join(map(time_text, run.step_bounds_s))
+        price = "no price"
+        costs = self.costs()
+        if costs is not None:
+            price = f"{costs[0]:,.2f} ({costs[1]:,.2f} to {costs[2]:,.2f})"
+        return [
+            self.cluster,
+            f"{scenario.cluster.world_size:,}",
+            rate,
+            f"{time_text(self.step_s)} ({ends})",
+            f"{days(run.run_s)} ({days(run.low_s)} to {days(run.high_s)})",
+            price,
+        ]
+
+
+def comparison_table(runs: Sequence[ComparedRun]) -> str:
+    """Format a row for each cluster, the cheapest run first and those without a price last."""
+
+    def price(compared: ComparedRun) -> float:
+        costs = compared.costs()
+        return float("inf") if costs is None else costs[0]
+
+    header = ["cluster", "GPUs", "images/s of one", "step (80 %)", "run (80 %)", "cost of the run (80 %)"]
+    return markdown_table(header, [compared.cells() for compared in sorted(runs, key=price)])
+
+
+def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: float) -> list[str]:
+    """Say how long the run takes and what it costs; then what failures have to do with it."""
+    failures, cluster = planned.failures, scenario.cluster
+    what = f"{planned.epochs:g} epochs of {planned.images_per_epoch:,} images"
+    what += " (ImageNet)" * (planned.images_per_epoch == IMAGENET)
+    unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
+    known = "" if run.step_bounds_s else ", of failures alone"
+    costs = ""
+    if planned.price_per_node_hour is not None:
+        each, low, high = run.costs(cluster.num_nodes * planned.price_per_node_hour / 3600)
+        rate = f"{planned.price_per_node_hour:g} per node and hour"
+        costs += f"; cost {each:,.2f} ({low:,.2f} to {high:,.2f}) at {rate}"
+    if planned.watts_per_node is not None:
+        energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * planned.watts_per_node / 3.6e6)]
+        costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
+    between_s, every_s = failures.between_s(cluster.world_size), failures.interval_s(cluster.world_size)
+    lost, text = 1 - run.work_s / (run.run_s - failures.start_s), f"A failure every {days(between_s)} on average"
+    if run.work_s < every_s or lost < NO_MATTER:
+        text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
+    else:
+        steps = max(1, round(every_s / step_s))
+        text += (
+            f", with checkpoints, costs {lost:.1%}; best is one every {time_text(every_s)} (Daly 2006): "
+            f"callbacks.last.every_n_train_steps={steps}. An elastic run takes {days(run.elastic_s)}."
+        )
+    return [
+        f"{what} on {cluster.world_size:,} {unit} ({cluster.num_nodes} x {cluster.ranks_per_node}): "
+        f"{days(run.run_s)} with start and failures (80 % of runs: {days(run.low_s)} to "
+        f"{days(run.high_s)}{known}), {days(run.work_s)} without{costs}.",
+        text,
+    ]
+
+
+def how_sure(scenario: Scenario, step_bounds_s: tuple[float, float] | None) -> str:
+    """Say what is known of the errors, and what to measure next.
+
+    Args:
+        scenario: The planned run.
+        step_bounds_s: Ends of the interval of a step; None: unknown.
+    """
+    cluster = scenario.cluster
+    rate = ""
+    if scenario.is_rate_estimated:
+        rate = (
+            f" images_per_s is estimated: {PEAK_SHARE:.0%} of the peak ({LEAST_SHARE:.0%} to {MOST_SHARE:.0%}, "
+            "inside the interval); measure it first."
+        )
+    if cluster.num_nodes == 1:
+        return f"How sure: nothing crosses nodes; sums inside one have no known error.{rate}"
+    if step_bounds_s is None:
+        return (
+            "How sure: unknown, as no sums on such nodes and links were compared with the model. Keep the default "
+            f"plan, and measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+        )
+    if (measured := cluster.measured_nodes or 0) >= MEASURED_FROM:
+        holds = f"and their curve holds to {HOLDS_TO * measured}"
+        if times_measured(cluster) > HOLDS_TO:
+            holds = f"beyond {HOLDS_TO * measured} its curve is not known to hold: the interval is wider"
+        return f"How sure: sums were measured on {measured} nodes, {holds}.{rate}"
+    return (
+        "How sure: intervals are those of published sums on such links, each source alike; rates, failures and "
+        f"other traffic are as given. To know more, measure on 4 nodes: `lightning-hybrid tune`.{rate}"
+    )
+
+
+def preset_of(scenario: Scenario, given: Container[str]) -> dict[str, str]:
+    """Return the keys that tell the device and the links from others, with their values.
+
+    Args:
+        scenario: The planned run.
+        given: Keys that the user gave, which are left out.
+    """
+    cluster = scenario.cluster
+    values = {
+        "images_per_s": scenario.images_per_s,
+        "cluster.links.ranks_per_node": cluster.ranks_per_node,
+        "cluster.links.inside.bytes_per_s": cluster.inside.bytes_per_s,
+        "cluster.links.across.bytes_per_s": cluster.across.bytes_per_s,
+        "cluster.links.across.latency_s": cluster.across.latency_s,
+        "cluster.links.nics_per_node": cluster.nics_per_node,
+    }
+    return {name: f"{value:g}" for name, value in values.items() if name not in given}

@@ -1,0 +1,369 @@
+"""Result of the simulator: the answer in sentences, tables, JSON and a timeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_hybrid.formatting import time_text
+from lightning_hybrid.planning.estimates.layers import flops_per_image
+from lightning_hybrid.planning.estimates.parallelism import PipelineChoice, pipeline_choices
+from lightning_hybrid.planning.estimates.run_time import PlannedRun, RunTime
+from lightning_hybrid.planning.estimates.scenario import Scenario, Search
+from lightning_hybrid.planning.estimates.step_trace import to_trace
+from lightning_hybrid.planning.model.plan_search import (
+    CLEARLY_LESS,
+    CLEARLY_LESS_BY_HIERARCHY,
+    FLAT_ON_CUDA,
+    Candidate,
+    chosen,
+)
+from lightning_hybrid.planning.model.simulate import NO_JITTER, SimulatedSteps
+from lightning_hybrid.planning.report.compression_report import CompressionReport
+from lightning_hybrid.planning.report.memory_report import MemoryReport, MemorySettings
+from lightning_hybrid.planning.report.pipeline_report import pipeline_table, what_pays
+from lightning_hybrid.planning.report.run_lines import how_sure, run_lines
+
+QUANTILES = (0.5, 0.9, 0.99)
+SHOWN_TIMES = 4  # the curve is printed up to so many times the ranks that were asked for
+FAR_RANKS = (256, 1024, 4096, 16384)  # of the curve in table.md, beyond what is printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """Scale on the curve. `least_s`: what no all-reduce of all gradients can beat between these nodes."""
+
+    num_ranks: int
+    step_s: float
+    exposed_s: float
+    efficiency: float
+    images_per_s: float
+    least_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """Simulated run.
+
+    Args:
+        planned: Length, failures and rates of the run.
+        preset: Keys of the cluster's description that were not given, with their values: what the answer rests on.
+        is_own_curve: The scales of the curve were asked for, so that all are printed.
+    """
+
+    scenario: Scenario
+    outcome: SimulatedSteps
+    curve: tuple[ScalingPoint, ...]
+    candidates: tuple[Candidate, ...]
+    num_shown: int
+    memory: MemoryReport
+    compression: CompressionReport | None
+    pipelines: tuple[PipelineChoice, ...]
+    preset: Mapping[str, str]
+    is_own_curve: bool
+    planned: PlannedRun
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        network: nn.Module,
+        planned: PlannedRun,
+        memory_settings: MemorySettings,
+        *,
+        search: Search | None = None,
+        scaling_ranks: Sequence[int] | None = None,
+        preset: Mapping[str, str],
+    ) -> SimulationReport:
+        """Simulate the run, its scaling and other plans for it.
+
+        Args:
+            scenario: Run of which a step is simulated.
+            network: The network, whose memory is measured.
+            planned: Length and rates of the run.
+            memory_settings: Settings on which the memory of a rank depends.
+            search: Other plans; None: none.
+            scaling_ranks: Ranks of the curve; None: around those of the scenario, and thousands.
+            preset: As the attribute.
+        """
+        if scenario.is_local:
+            search = None  # it sums over all ranks
+        cluster = scenario.cluster
+        ranks = scaling_ranks
+        if ranks is None:
+            ranks = scales(cluster.world_size, ranks_per_node=cluster.ranks_per_node)
+        outcome = scenario.run()
+        memory = MemoryReport.of(scenario, network, memory_settings, step_s=outcome.step_s)
+        candidates = [] if search is None else search.run(scenario)
+        curve: dict[int, ScalingPoint] = {}
+        for num_ranks in ranks:
+            point = scaling_point(scenario.at(num_ranks))
+            curve[point.num_ranks] = point
+        return cls(
+            scenario=scenario,
+            outcome=outcome,
+            curve=tuple(curve.values()),
+            candidates=tuple(candidates),
+            num_shown=0 if search is None else search.num_shown,
+            memory=memory,
+            compression=_compression(scenario, search, candidates),
+            pipelines=tuple(_pipelines(scenario, memory)),
+            preset=preset,
+            is_own_curve=scaling_ranks is not None,
+            planned=planned,
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return the run in numbers; energy and price where the cluster has rates for them."""
+        scenario, outcome = self.scenario, self.outcome
+        steps = self.planned.images_per_epoch / scenario.global_batch_size
+        num_nodes = scenario.cluster.num_nodes
+        totals = {}
+        if self.planned.watts_per_node is not None:
+            totals["run_kwh"] = self.run.costs(num_nodes * self.planned.watts_per_node / 3.6e6)[0]
+        if self.planned.price_per_node_hour is not None:
+            totals["run_price"] = self.run.costs(num_nodes * self.planned.price_per_node_hour / 3600)[0]
+        return {
+            "num_ranks": scenario.cluster.world_size,
+            "global_batch_size": scenario.global_batch_size,
+            "step_alone_s": outcome.alone_s,
+            "step_s": outcome.step_s,
+            **{f"step_s_quantile_{share:g}": outcome.quantile_s(share) for share in QUANTILES},
+            "exposed_s": float(outcome.exposed_s.mean()),
+            "efficiency": outcome.efficiency,
+            "images_per_s": scenario.global_batch_size / outcome.step_s,
+            "epoch_s": steps * outcome.step_s,
+            "run_hours": self.run.work_s / 3600,
+            "training_flops_per_image": float(flops_per_image(scenario.layers)),
+            **totals,
+            "run_with_failures_s": self.run.run_s,
+            "run_with_failures_s_quantile_0.1": self.run.low_s,
+            "run_with_failures_s_quantile_0.9": self.run.high_s,
+            "elastic_run_s": self.run.elastic_s,
+        }
+
+    def answer(self) -> str:
+        """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
+        scenario, outcome, found = self.scenario, self.outcome, self.numbers()
+        cluster = scenario.cluster
+        lines = run_lines(scenario, self.planned, self.run, step_s=outcome.step_s)
+        lines.append(self._limit(found))
+        if self.candidates:
+            lines.append(self._best_plan())
+        if self.compression is not None:
+            lines.append(self.compression.sentence())
+        for name in ("comm_dtype_across_nodes", "sync_across_nodes_every"):
+            if cluster.num_nodes == 1 and getattr(scenario, name) not in (None, 1):
+                lines.append(f"{name}={getattr(scenario, name)} has nothing to do on one node.")
+        if scenario.is_local:
+            lines.append(
+                f"Every {scenario.sync_across_nodes_every} steps nodes average masters and momentum, which "
+                f"takes {time_text(scenario.average_s)}; in between each takes steps of its own, which are not those "
+                "of one large batch."
+            )
+        lines.append(self.memory.sentence(self.pipelines, "GPU" if scenario.on_cuda else "rank"))
+        if self.pipelines and self.memory.is_data_parallel_possible:
+            lines.append(what_pays(self.pipelines, outcome.step_s))
+        lines.append(how_sure(scenario, self.run.step_bounds_s))
+        if self.preset:
+            words = " ".join(f"{key}={value}" for key, value in self.preset.items())
+            lines.append(f"Not measured, but assumed by {self.planned.about}; give yours where it differs:\n  {words}")
+        if self.planned.price_per_node_hour is None:
+            lines.append("For a price give cluster.price_per_node_hour=<price>.")
+        return "\n".join(lines)
+
+    @cached_property
+    def run(self) -> RunTime:
+        """The run with start, checkpoints and failures."""
+        num_steps = self.planned.num_steps(self.scenario.global_batch_size)
+        return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.planned.failures)
+
+    def _limit(self, found: Mapping[str, float]) -> str:
+        scenario, outcome = self.scenario, self.outcome
+        input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
+        is_waiting = outcome.step_s > 2 * outcome.alone_s
+        limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
+        limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
+        ends_s = self.run.step_bounds_s
+        between = " (interval unknown)" if ends_s is None else f" (80 %: {' to '.join(map(time_text, ends_s))})"
+        return (
+            f"What limits is {limit}: a step of {scenario.global_batch_size:,} images takes "
+            f"{time_text(outcome.step_s)}{between}, of which {time_text(exposed_s)} are spent waiting for "
+            f"gradients; {found['images_per_s']:,.0f} images/s, efficiency {outcome.efficiency:.1%}."
+        )
+
+    def _best_plan(self) -> str:
+        best, scenario, others = self.candidates[0], self.scenario, ""
+        own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
+        names = FLAT_ON_CUDA if scenario.on_cuda else ("flat",)
+        flat = next((each for each in self.candidates if each.plan.algorithm in names), None)
+        if flat is not None and flat is not best:
+            is_own = (scenario.algorithm or scenario.plan.algorithm) in names
+            flat_s = min(flat.step_s, own_s) if is_own else flat.step_s
+            others = f", the best flat one {_more(flat_s, best.step_s)}"
+            # As `plan_search` chooses for a run.
+            if scenario.on_cuda and best.step_s > (1 - CLEARLY_LESS_BY_HIERARCHY) * flat_s:
+                others = f" ({best} would save {1 - best.step_s / flat_s:.1%}: its further kernels may cost as much)"
+                best = flat
+        if best.step_s > (1 - CLEARLY_LESS) * own_s:
+            return (
+                f"None of {len(self.candidates)} other plans saves {CLEARLY_LESS:.0%} over the configured one{others}."
+            )
+        ends_s = self.run.step_bounds_s
+        if scenario.cluster.num_nodes > 1 and scenario.on_cuda and (ends_s is None or best.step_s >= ends_s[0]):
+            why = "its interval is unknown" if ends_s is None else "within the interval of the configured plan's step"
+            return (
+                f"Equal, as far as is known: {best} would save {1 - best.step_s / own_s:.1%}, {why}{others}. Keep the "
+                "default."
+            )
+        run_s = self.planned.num_steps(scenario.global_batch_size) * best.step_s
+        calm = "" if scenario.jitter == NO_JITTER else " without jitter"
+        return (
+            f"The best of {len(self.candidates)} plans{calm} is {best}: {time_text(best.step_s)} a step, efficiency "
+            f"{self.outcome.alone_s / best.step_s:.1%}, {time_text(run_s)} in all; "
+            f"the configured plan takes {_more(own_s, best.step_s)}{others}. To train with the best: "
+            f"strategy.comm.algorithm={best.plan.algorithm} strategy.comm.bucket_bytes={best.plan.bucket_bytes}."
+        )
+
+    def printed(self) -> str:
+        """Format what is printed: the answer, and the curve around the ranks asked for."""
+        asked = self.scenario.cluster.world_size
+        near = [each for each in self.curve if self.is_own_curve or each.num_ranks <= SHOWN_TIMES * asked]
+        return "\n\n".join([self.answer(), *([curve_table(near)] if near else [])])
+
+    def markdown(self) -> str:
+        """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
+        scenario, found = self.scenario, self.numbers()
+        if found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]:  # no jitter: they say nothing new
+            found = {name: value for name, value in found.items() if "quantile" not in name}
+        notes = {
+            "run_hours": f"run_hours, {self.planned.epochs:g} epochs",
+            "epoch_s": f"epoch_s, {self.planned.images_per_epoch:,} images",
+        }
+        lines = [self.answer(), "", "| what | value |", "|---|---|"]
+        lines += [f"| {notes.get(name, name)} | {value:.6g} |" for name, value in found.items()]
+        lines += ["", "| bucket | MiB | algorithm | ready s | done s |", "|---|---|---|---|---|"]
+        first = self.outcome.first
+        for bucket, ready_s in zip(self.outcome.buckets, first.ready_s, strict=True):
+            ends_s = [span.end_s for span in first.spans if span.chunk.bucket == bucket.index]
+            name = scenario.algorithm or bucket.algorithm
+            size = bucket.num_bytes / 2**20
+            lines.append(
+                f"| {bucket.index} | {size:.3g} | {name} | {ready_s:.6g} | {max(ends_s, default=ready_s):.6g} |"
+            )
+        lines += ["", self.memory.table()]
+        if self.compression is not None:
+            lines += ["", self.compression.table()]
+        if self.pipelines:
+            lines += ["", pipeline_table(self.pipelines)]
+        if self.curve:
+            lines += ["", curve_table(self.curve)]
+        if self.candidates:
+            lines += ["", plan_table(self.candidates, self.num_shown)]
+        return "\n".join(lines)
+
+    def write(self, folder: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Write `simulate.json`, `table.md` and the timeline of a step; `config` and `environment` as they are."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "config": config,
+            "environment": environment,
+            "numbers": self.numbers(),
+            "steps_s": [float(step_s) for step_s in self.outcome.steps_s],
+            "scaling": [asdict(point) for point in self.curve],
+            "plans": [asdict(candidate) for candidate in self.candidates],
+            "memory": self.memory.numbers(),
+            "compression": None if self.compression is None else self.compression.numbers(),
+            "pipelines": [
+                {name: value for name, value in vars(choice).items() if name != "tasks"} for choice in self.pipelines
+            ],
+        }
+        (folder / "simulate.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "table.md").write_text(self.markdown() + "\n")
+        to_trace(self.outcome).write(folder / "trace" / "rank-0.json", rank=0)
+
+
+def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:
+    # Where nothing fits by other means, also those that compute blocks twice.
+    blocks, state, room = memory.blocks, memory.state, memory.usable_bytes
+    found = pipeline_choices(scenario, blocks, state, usable_bytes=room)
+    return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
+
+
+def _compression(
+    scenario: Scenario, search: Search | None, candidates: Sequence[Candidate]
+) -> CompressionReport | None:
+    # Next to the better of the configured plan and the best one without.
+    if scenario.cluster.num_nodes == 1 or scenario.is_local:
+        return None
+    calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
+    plans, outcomes = [scenario.plan], [calm.run()]
+    if search is not None:
+        candidates = candidates if scenario.wire is None else search.run(calm)
+        best = chosen(candidates, on_cuda=scenario.on_cuda).plan
+        plans += [best, candidates[0].plan]
+        outcomes.append(replace(calm, plan=best, algorithm=None, cuts=None, num_columns=None).run())
+    return CompressionReport.of(
+        min(outcomes, key=lambda outcome: outcome.step_s),
+        calm.work(),
+        calm.cluster,
+        list(dict.fromkeys(plans)),
+        itemsize=scenario.itemsize,
+        on_cuda=scenario.on_cuda,
+    )
+
+
+def plan_table(candidates: Sequence[Candidate], num_shown: int) -> str:
+    """Format the best plan, and what the runners-up and the worst cost more."""
+    best = candidates[0]
+    lines = ["| plan | buckets | step s | exposed s | more |", "|---|---|---|---|---|"]
+    shown = [*candidates[:num_shown], *([candidates[-1]] if len(candidates) > num_shown else [])]
+    lines += [
+        f"| {c} | {c.num_buckets} | {c.step_s:.5g} | {c.exposed_s:.3g} | {max(0.0, c.step_s / best.step_s - 1):.1%} |"
+        for c in shown
+    ]
+    return "\n".join(lines)
+
+
+def _more(step_s: float, best_s: float) -> str:
+    return f"{max(0.0, step_s / best_s - 1):.1%} more"
+
+
+def scales(num_ranks: int, *, ranks_per_node: int) -> list[int]:
+    """Return the ranks of the curve: from one to four times those asked for, and then to thousands.
+
+    >>> scales(24, ranks_per_node=8)
+    [1, 6, 8, 12, 24, 48, 96, 256, 1024, 4096, 16384]
+    """
+    near = {1, ranks_per_node, num_ranks // 4, num_ranks // 2, num_ranks, 2 * num_ranks, SHOWN_TIMES * num_ranks}
+    return sorted(near - {0}) + [far for far in FAR_RANKS if far > SHOWN_TIMES * num_ranks]
+
+
+def scaling_point(scenario: Scenario) -> ScalingPoint:
+    """Simulate one scale."""
+    outcome = scenario.run()
+    return ScalingPoint(
+        num_ranks=scenario.cluster.world_size,
+        step_s=outcome.step_s,
+        exposed_s=float(outcome.exposed_s.mean()),
+        efficiency=outcome.efficiency,
+        images_per_s=scenario.global_batch_size / outcome.step_s,
+        least_s=scenario.cluster.least_s(scenario.node_bytes(outcome)),
+    )
+
+
+def curve_table(points: Sequence[ScalingPoint]) -> str:
+    """Format the curve."""
+    lines = ["| ranks | step s | exposed s | efficiency | images/s | byte bound s |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {p.num_ranks} | {p.step_s:.4g} | {p.exposed_s:.3g} | {p.efficiency:.1%} | {p.images_per_s:,.0f} "
+        f"| {p.least_s:.3g} |"
+        for p in points
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,278 @@
+"""Result of `recipes/tune.py`: tables, a description for conf/cluster, a plan and JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.comm.plan import CommPlan
+from lightning_hybrid.formatting import size
+from lightning_hybrid.planning.calibration.calibrate import Calibration, calibrate, calibration_values
+from lightning_hybrid.planning.calibration.link_fit import LineFit
+from lightning_hybrid.planning.calibration.microbenchmarks import Measurements
+from lightning_hybrid.planning.calibration.overhead_fit import MeasuredSetup
+from lightning_hybrid.planning.model.cost_gloo import Gloo
+from lightning_hybrid.planning.model.plan_search import Candidate, candidates
+from lightning_hybrid.planning.model.simulate import simulate
+from lightning_hybrid.planning.model.workload import StepWorkload
+from lightning_hybrid.planning.report.compression_report import CompressionReport
+
+LEVELS = {"inside": "inside a node", "across": "between nodes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneWords:
+    """Names in a report on measured links.
+
+    Args:
+        name: Name of the cluster's description.
+        network: Name of the network whose gradients are planned for.
+        about: Description of the cluster; None: its nodes, ranks and transport.
+        num_shown: Number of plans in the table.
+    """
+
+    name: str
+    network: str
+    about: str | None = None
+    num_shown: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """Calibration, and the plans for one step on it."""
+
+    samples: Measurements
+    world: MeasuredSetup
+    found: Calibration
+    work: StepWorkload
+    plans: tuple[Candidate, ...]
+    compression: CompressionReport | None
+    base: CommPlan
+    name: str
+    about: str
+    network: str
+    num_shown: int
+
+    @classmethod
+    def of(
+        cls,
+        samples: Measurements,
+        world: MeasuredSetup,
+        work: StepWorkload,
+        base: CommPlan,
+        words: TuneWords,
+    ) -> TuneReport:
+        """Fit a cluster to the measurements, and choose the plan for a step on it.
+
+        Args:
+            samples: Measured times.
+            world: Ranks that were measured.
+            work: Step to plan for.
+            base: The library's own plan.
+            words: Names in the report.
+        """
+        found = calibrate(samples, world)
+        about = words.about
+        if not about:
+            transport = "GPUs, NCCL" if world.on_cuda else "CPU, Gloo"
+            about = f"{world.num_nodes} nodes x {world.ranks_per_node} ranks, {transport}"
+        about += ", measured"
+        if found.across is None:
+            about += ", one node only"
+        ask: Any = {"itemsize": world.itemsize, "on_cuda": world.on_cuda}
+        plans = candidates(work, found.cluster, base=base, **ask)
+        plain = simulate(work, found.cluster, plans[0].plan, **ask)
+        return cls(
+            samples=samples,
+            world=world,
+            found=found,
+            work=work,
+            plans=plans,
+            compression=CompressionReport.of(
+                plain, work, found.cluster, list(dict.fromkeys([plans[0].plan, base])), **ask
+            ),
+            base=base,
+            name=words.name,
+            about=about,
+            network=words.network,
+            num_shown=words.num_shown,
+        )
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def markdown(self) -> str:
+        """Format links, sums, plans, and notes to the user."""
+        found = self.found
+        lines = [f"{self.about}; {self.samples.took_s:.1f} s of measuring", ""]
+        lines += [
+            "| link | alpha us | 90 % interval | beta GB/s | 90 % interval | off by, median / worst | consent us |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|"]
+        for name, fit in (("inside", found.inside), ("across", found.across)):
+            if fit is not None:
+                lines.append(_row(LEVELS[name], fit, found.consent_s.get(name)))
+        cluster = found.cluster
+        if found.across is not None:
+            lines += ["", f"wire between nodes, one way: {1e6 * cluster.across.latency_s:.4g} us (between less inside)"]
+        if isinstance(transport := cluster.transport, Gloo):
+            costs = {name: f"{1e6 * getattr(transport, name):.3g} us" for name in ("stage_s", "message_s", "segment_s")}
+            costs["inside.bytes_per_s"] = f"{cluster.inside.bytes_per_s:.3g}"
+            costs["ring_share"] = f"{transport.ring_share:.3g}"
+        else:
+            costs = {"launch_s": f"{1e6 * transport.launch_s:.3g} us"}
+        lines.append("software, fitted to the sums: " + ", ".join(f"{k} {v}" for k, v in costs.items()))
+        if found.flow_bytes_per_s:
+            rates = ", ".join(f"{num}: {rate / 1e9:.4g}" for num, rate in found.flow_bytes_per_s.items())
+            lines.append(f"GB/s of a node by flows side by side: {rates}")
+        lines.append(
+            "GB/s of a rank that adds, all at once: "
+            + ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in found.add_bytes_per_s.items())
+        )
+        if cluster.codec.is_measured:
+            codec = cluster.codec
+            lines.append(
+                f"GB/s of float32 that a {'rank' if self.world.on_cuda else 'core'} encodes and decodes: "
+                f"int8 {codec.int8_bytes_per_s / 1e9:.3g}, int4 {codec.int4_bytes_per_s / 1e9:.3g}"
+            )
+        worst = found.worst
+        lines.append(
+            f"sums: {len(found.sums)} timed, predicted {found.typical_error:.1%} off at the median; worst "
+            f"{worst.algorithm}, {size(worst.num_bytes)}: {worst.ratio:.2f} of the measured"
+        )
+        lines += [f"note: {note}" for note in found.notes]
+        lines += ["", self.why()]
+        if self.compression is not None:
+            lines += ["", self.compression.sentence(), "", self.compression.table()]
+        return "\n".join(lines)
+
+    def why(self) -> str:
+        """Format the plan, and what the runners-up, the library's default and the worst cost more."""
+        best = self.plans[0]
+        ours = next(candidate for candidate in self.plans if candidate.plan == self.base)
+        shown = list(dict.fromkeys([*self.plans[: self.num_shown], ours, self.plans[-1]]))
+        backward_s = self.work.backward_s
+        num_bytes = sum(numel for numel, _ in self.work.gradients) * self.world.itemsize
+        hidden = f"{1e3 * backward_s:.4g} ms of backward to hide them" if backward_s else "no backward to hide them"
+        lines = [
+            f"plan for {self.network}, {num_bytes / 2**20:.4g} MiB of gradients, {hidden}: {best}",
+            "",
+            "| plan | buckets | step ms | exposed ms | more |",
+            "|---|---|---|---|---|",
+        ]
+        for candidate in shown:
+            mark = " (the library's own)" if candidate is ours else ""
+            lines.append(
+                f"| {candidate}{mark} | {candidate.num_buckets} | {1e3 * candidate.step_s:.5g} "
+                f"| {1e3 * candidate.exposed_s:.4g} | {candidate.step_s / best.step_s - 1:.1%} |"
+            )
+        return "\n".join([*lines, "", f"of {len(self.plans)} plans that were simulated, the last is the slowest"])
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def write(self, folder: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Write `cluster/<name>.yaml`, `plan.json`, `summary.json` and `table.md`."""
+        (folder / "cluster").mkdir(parents=True, exist_ok=True)
+        content = {
+            "config": config,
+            "environment": environment,
+            "world": asdict(self.world),
+            "took_s": self.samples.took_s,
+            "calibration": calibration_values(self.found),
+            "cluster": asdict(self.found.cluster),
+            "plan": asdict(self.plans[0].plan),
+            "plans": [asdict(candidate) for candidate in self.plans],
+            "compression": None if self.compression is None else self.compression.numbers(),
+            "samples": [asdict(case) | {"times_s": times_s} for case, times_s in sorted(self.samples.times_s.items())],
+        }
+        (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "cluster" / f"{self.name}.yaml").write_text(self.description())
+        (folder / "plan.json").write_text(self.plans[0].plan.to_json() + "\n")
+        (folder / "table.md").write_text(self.markdown() + "\n")
+
+    def description(self) -> str:
+        """Format the cluster as in conf/cluster, with the source of each number."""
+        found, cluster, transport = self.found, self.found.cluster, self.found.cluster.transport
+        inside, across = _interval(found.inside), _interval(found.across)
+        nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
+        lines = [
+            f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
+            "# Links: lines through messages, with 90 % intervals. The rest is fitted to sums, which it then predicts",
+            f"# {found.typical_error:.1%} off at the median and {abs(found.worst.ratio - 1):.0%} at worst.",
+            *(f"# {note}" for note in found.notes),
+            f"about: {json.dumps(self.about)}",
+            "links:",
+            "  _target_: lightning_hybrid.planning.model.cluster.Cluster",
+            "  _convert_: all",
+            f"  num_nodes: {nodes}",
+            f"  ranks_per_node: {cluster.ranks_per_node}",
+            "  inside:",
+            "    _target_: lightning_hybrid.planning.model.cost.Link",
+            f"    latency_s: {_yaml(cluster.inside.latency_s)} # of one host's memory: within the software's costs",
+            f"    bytes_per_s: {_yaml(cluster.inside.bytes_per_s)} # messages: {inside}",
+            "  across:",
+            "    _target_: lightning_hybrid.planning.model.cost.Link",
+            f"    latency_s: {_yaml(cluster.across.latency_s)} # messages between nodes less those inside",
+            f"    bytes_per_s: {_yaml(cluster.across.bytes_per_s)} # messages: {across}",
+            f"  nics_per_node: {cluster.nics_per_node}",
+            f"  is_interleaved: {str(cluster.is_interleaved).lower()}",
+            f"  measured_nodes: {cluster.measured_nodes} # curves hold to 8 times as many",
+            "  curves: # measured over modelled time, by the bytes of a sum",
+            *(f"    {what}: {dict(curve)}" for what, curve in cluster.curves.items()),
+            "  transport:",
+        ]
+        lines.append(f"    _target_: {type(transport).__module__}.{type(transport).__name__}")
+        for name, value in asdict(transport).items():
+            lines.append(f"    {name}: {_yaml(value)}")
+        lines += ["  codec:", "    _target_: lightning_hybrid.planning.model.node_wire.CodecRates"]
+        lines += [f"    {name}: {_yaml(value)}" for name, value in asdict(cluster.codec).items()]
+        lines += [
+            f"on_cuda: {str(self.world.on_cuda).lower()}",
+            "images_per_s: {} # of one rank alone, by model: yours",
+        ]
+        unknown = ("input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour")
+        lines += [f"{name}: null" for name in unknown]
+        return "\n".join(lines) + "\n"
+
+
+def _row(name: str, fit: LineFit, consent_s: float | None) -> str:
+    low_s, high_s = fit.latency_interval_s
+    slow, fast = fit.rate_interval_bytes_per_s
+    worst_bytes, worst = fit.worst
+    cells: Sequence[str] = [
+        name,
+        f"{1e6 * fit.latency_s:.4g}",
+        f"{1e6 * low_s:.4g} to {1e6 * high_s:.4g}",
+        f"{fit.bytes_per_s / 1e9:.4g}",
+        f"{slow / 1e9:.4g} to {fast / 1e9:.4g}",
+        f"{fit.typical_error:.1%} / {worst:+.0%} at {size(worst_bytes)}" + ("" if fit.is_line else ": no line"),
+        "" if consent_s is None else f"{1e6 * consent_s:.4g}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _interval(fit: LineFit | None) -> str:
+    """Format the comment on a link in the description."""
+    if fit is None:
+        return "not measured"
+    (low_s, high_s), (slow, fast) = fit.latency_interval_s, fit.rate_interval_bytes_per_s
+    return (
+        f"{1e6 * fit.latency_s:.4g} us ({1e6 * low_s:.4g} to {1e6 * high_s:.4g}), "
+        f"{fit.bytes_per_s:.4g} bytes/s ({slow:.4g} to {fast:.4g})"
+    )
+
+
+def _yaml(value: Any) -> str:
+    """Format a value for YAML 1.1, which wants a point before an exponent; lists and null as JSON.
+
+    >>> _yaml(1.25e-05), _yaml(2e10), _yaml(None), _yaml(0.0)
+    ('1.25e-05', '2.0e+10', 'null', '0.0')
+    """
+    if isinstance(value, float) and value != 0:
+        text = f"{value:.6g}"
+        mantissa, e, exponent = text.partition("e")
+        return mantissa + (".0" if "." not in mantissa else "") + e + exponent
+    return json.dumps(value)

@@ -1,1 +1,0 @@
-"""Layers, scenarios and reports for `simulate` and `tune`."""

@@ -1,0 +1,17 @@
+"""Blocks of a network that FSDP2 gathers on their own. `simulate` asks for them too, and starts without Lightning."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def gathered_alone(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a network that are gathered on their own, as `FullyShardedStrategy.shard_` says."""
+    candidates: list[nn.Module] = []
+    for module in network.modules():
+        if isinstance(module, nn.ModuleList):
+            candidates += module
+    if not candidates:
+        for child in network.children():
+            candidates += child.children() if isinstance(child, nn.Sequential) else [child]
+    return [block for block in candidates if any(param.dim() > 1 for param in block.parameters())]

@@ -1,0 +1,105 @@
+"""Simulated pipelines against the formulas of the papers, and against torch's own order of work."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.planning.estimates.pipeline_cost import (
+    SCHEDULES,
+    StageLoad,
+    most_kept_bytes,
+    pipeline_step_s,
+    schedule_tasks,
+    simulate_pipeline,
+    waiting_share,
+)
+
+PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+RANKS, ROUNDS = st.integers(1, 5), st.integers(1, 4)
+
+
+def even(num_stages, **more):
+    return [StageLoad(forward_s=1.0, backward_s=2.0, kept_bytes=1.0, **more)] * num_stages
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=25, deadline=None)
+@given(num_ranks=RANKS, rounds=ROUNDS)
+def test_an_even_pipeline_takes_what_the_formula_says(schedule, num_ranks, rounds):
+    per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
+    loads = even(num_ranks * per_rank)
+    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
+    expected_s = 3 * (num_micro * per_rank + num_ranks - 1)
+    assert pipeline_step_s(tasks, loads) == pytest.approx(expected_s)
+    assert waiting_share(tasks) == pytest.approx((num_ranks - 1) / (per_rank * num_micro + num_ranks - 1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), num_ranks=RANKS, rounds=ROUNDS)
+def test_every_stage_does_every_micro_batch_once_after_what_it_needs(schedule, data, num_ranks, rounds):
+    """Stages and messages of any length: nothing overlaps on a rank, nothing begins before its input has arrived."""
+    per_rank, num_micro = PER_RANK[schedule], num_ranks * rounds
+    times = st.floats(0.1, 10)
+    loads = [
+        StageLoad(forward_s=data.draw(times), backward_s=data.draw(times), send_s=data.draw(st.floats(0, 1)))
+        for _ in range(num_ranks * per_rank)
+    ]
+    tasks = simulate_pipeline(schedule_tasks(schedule, num_ranks, num_micro, stages_per_rank=per_rank), loads)
+    spans = {(task.stage, task.microbatch, task.is_forward): task for of_rank in tasks for task in of_rank}
+    assert len(spans) == 2 * num_micro * len(loads) == sum(map(len, tasks))
+    for of_rank in tasks:
+        assert all(one.end_s <= other.begin_s for one, other in pairwise(of_rank))
+    for (stage, micro, is_forward), task in spans.items():
+        last = len(loads) - 1
+        if is_forward and stage:
+            assert task.begin_s >= spans[stage - 1, micro, True].end_s + loads[stage - 1].send_s
+        elif not is_forward:
+            needed = spans[stage, micro, True] if stage == last else spans[stage + 1, micro, False]
+            assert task.begin_s >= needed.end_s + (0 if stage == last else loads[stage].send_s)
+
+
+def test_micro_batches_alive_are_those_that_torch_keeps():
+    """On four ranks, as measured with torch's schedules; interleaved: halves of stages."""
+    for schedule, num_micro, alive in (
+        ("gpipe", 8, [8, 8, 8, 8]),
+        ("1f1b", 8, [4, 3, 2, 1]),
+        ("1f1b", 2, [2, 2, 2, 1]),
+        ("interleaved", 8, [11, 9, 7, 5]),
+    ):
+        per_rank = PER_RANK[schedule]
+        order = schedule_tasks(schedule, 4, num_micro, stages_per_rank=per_rank)
+        assert [most_kept_bytes(tasks, even(4 * per_rank)) for tasks in order] == alive, (schedule, num_micro)
+
+
+def test_gradients_are_hidden_by_the_last_backward_and_by_earlier_stages():
+    """The last stage is done first: its gradients travel while the others still work."""
+    tasks = simulate_pipeline(schedule_tasks("1f1b", 2, 4), even(2))
+    plain_s = pipeline_step_s(tasks, even(2))
+    in_front = [even(1, gradient_s=2.5)[0], even(1)[0]]
+    behind = [even(1)[0], even(1, gradient_s=2.5)[0]]
+    assert pipeline_step_s(tasks, in_front) == pytest.approx(plain_s + 0.5)
+    assert pipeline_step_s(tasks, behind) == plain_s
+
+
+def test_an_order_that_cannot_go_on_is_refused():
+    backward_first = [list(reversed(tasks)) for tasks in schedule_tasks("gpipe", 2, 1)]
+    with pytest.raises(ValueError, match="`order` must let some rank go on"):
+        simulate_pipeline(backward_first, even(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (("pipedream", 2, 4, 1), r"`schedule` \(='pipedream'\) must be one of 'gpipe', '1f1b', 'interleaved'"),
+        (("interleaved", 4, 6, 2), r"`num_microbatches` \(=6\) must be a multiple .* strategy\.num_microbatches=8"),
+        (("1f1b", 4, 6, 2), r"`stages_per_rank` \(=2\) must be 1 with schedule='1f1b'"),
+        (("gpipe", 2, 0, 1), r"`num_microbatches` \(=0\) must be a whole number"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(call, words):
+    *numbers, per_rank = call
+    with pytest.raises(ValueError, match=words):
+        schedule_tasks(*numbers, stages_per_rank=per_rank)

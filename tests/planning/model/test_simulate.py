@@ -1,0 +1,160 @@
+"""Simulated steps: what hides what, who waits for whom, and that the timeline is the real one's."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hybrid.comm import CommTrace
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.estimates.step_trace import to_trace
+from lightning_hybrid.planning.model.cost import Link, NodeGroup
+from lightning_hybrid.planning.model.simulate import Jitter, simulate
+from lightning_hybrid.planning.model.workload import StepWorkload, buckets_of, ready_times_s
+from tests.planning.model.clusters import NCCL, NODES, RANKS, cluster
+
+PLAN = CommPlan()
+SIXTEEN = StepWorkload(forward_s=0.1, gradients=((MIB, 0.025),) * 16, update_s=0.01)
+RDMA = Link(latency_s=0.0, bytes_per_s=1e10)
+
+
+def on_gpus(num_nodes=4, ranks_per_node=8, across=RDMA, **more):
+    return cluster(
+        num_nodes, ranks_per_node, transport=NCCL, inside=Link(latency_s=0.0, bytes_per_s=1e11), across=across
+    )
+
+
+@settings(max_examples=25)
+@given(num_nodes=NODES, ranks=RANKS, rate=st.floats(1e8, 1e11), backward_s=st.floats(1e-3, 1))
+def test_a_step_is_never_shorter_than_its_arithmetic_nor_than_its_bytes(num_nodes, ranks, rate, backward_s):
+    work = StepWorkload(forward_s=0.0, gradients=((4 * MIB, backward_s),) * 4)
+    found = on_gpus(num_nodes, ranks, across=Link(latency_s=0.0, bytes_per_s=rate))
+    outcome = simulate(work, found, PLAN, itemsize=2)
+    assert outcome.step_s >= work.alone_s
+    assert outcome.step_s >= found.least_s(16 * MIB * 2)
+    assert 0 < outcome.efficiency <= 1
+
+
+def test_one_rank_alone_has_nothing_to_wait_for():
+    outcome = simulate(SIXTEEN, on_gpus(1, 1), PLAN, itemsize=2)
+    slow = StepWorkload(forward_s=0.1, gradients=((MIB, 0.1),), input_s=2.0)
+    assert simulate(slow, on_gpus(1, 1), PLAN, itemsize=2).step_s == 2.0, "but for its input"
+    assert outcome.step_s == pytest.approx(0.1 + 16 * 0.025 + 0.01)
+    assert outcome.exposed_s.tolist() == [0.0]
+
+
+def test_everything_waits_for_the_slowest_nodes():
+    """One node's link at a quarter: sums take what they take where all links are; its ranks, and so do steps."""
+    few, many = SIXTEEN.scaled(1e-6), SIXTEEN
+    slow = Link(latency_s=1e-5, bytes_per_s=RDMA.bytes_per_s / 4)
+    for work, group, same in (
+        (few, NodeGroup(across=slow), replace(on_gpus(), across=slow)),
+        (many, NodeGroup(slowdown=1.5), on_gpus()),
+    ):
+        found = simulate(work, replace(on_gpus(), groups=[group]), PLAN, itemsize=2)
+        assert found.step_s == pytest.approx(simulate(work.scaled(group.slowdown), same, PLAN, itemsize=2).step_s)
+        assert found.step_s > 1.4 * simulate(work, on_gpus(), PLAN, itemsize=2).step_s
+        assert simulate(work, replace(on_gpus(1), groups=[group]), PLAN, itemsize=2).alone_s == work.alone_s
+
+
+def test_sums_slow_the_arithmetic_beside_them_down():
+    """All but the last of 16 equal buckets run beside backward: so long an eighth of arithmetic is gone.
+
+    Mutation: what is taken is not given back to backward.
+    """
+    found, plan = replace(on_gpus(), taken_share=0.125), CommPlan(num_buckets=16)
+    plain, slowed = (simulate(SIXTEEN, each, plan, itemsize=2) for each in (on_gpus(), found))
+    beside_s = plain.first.busy_s - plain.first.exposed_s
+    assert slowed.step_s - plain.step_s == pytest.approx(0.125 * beside_s, rel=0.02)
+    assert slowed.exposed_s[0] == pytest.approx(plain.exposed_s[0])
+
+
+@pytest.mark.parametrize(("options", "num_buckets"), [({}, range(9, 99)), ({"cuts": []}, [1])], ids=["many", "one"])
+def test_all_but_the_last_bucket_is_hidden_by_a_long_backward(options, num_buckets):
+    found = on_gpus()
+    outcome = simulate(SIXTEEN, found, CommPlan(num_buckets=16), itemsize=2, **options)
+    last = outcome.buckets[-1]
+    assert len(outcome.buckets) in num_buckets
+    assert outcome.exposed_s[0] == pytest.approx(found.alone_s(last.algorithm, last.num_bytes))
+
+
+def test_segments_end_where_they_are_cut():
+    numels = [5, 7, 11, 13]
+    found = buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[3])
+    assert [bucket.numel for bucket in found] == [23, 13]
+    each = buckets_of(numels, on_gpus(), PLAN, itemsize=4, on_cuda=True, cuts=range(1, 4))
+    assert [(bucket.numel, bucket.dtype) for bucket in each] == [(numel, "float32") for numel in numels]
+    with pytest.raises(ValueError, match=r"`cuts` \(=\[5\]\) must be places from 0 to the number of tensors \(4\)"):
+        buckets_of(numels, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[5])
+
+
+def test_a_bucket_is_ready_with_its_last_gradient():
+    work = StepWorkload(forward_s=1.0, gradients=((10, 1.0), (10, 2.0), (10, 4.0)))
+    found = buckets_of([10] * 3, on_gpus(), PLAN, itemsize=2, on_cuda=True, cuts=[2])
+    assert ready_times_s(work, found) == (4.0, 8.0)
+
+
+@pytest.mark.parametrize("relative_std", [-0.1, float("inf"), float("nan")])
+def test_a_spread_that_is_none_and_work_without_gradients_are_refused(relative_std):
+    with pytest.raises(ValueError, match=r"^`relative_std`"):
+        Jitter(relative_std=relative_std)
+    with pytest.raises(ValueError, match=r"`gradients` \(=0 tensors\) must hold at least one"):
+        StepWorkload(forward_s=0.0, gradients=())
+
+
+def test_the_step_is_the_slowest_ranks():
+    jitter = Jitter(slow_share=1.0, slow_factor=3.0)
+    found, slow = (simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=j) for j in (Jitter(), jitter))
+    assert slow.step_s - slow.exposed_s[0] == pytest.approx(3 * (found.step_s - found.exposed_s[0]))
+
+
+def test_more_ranks_wait_longer_for_the_slowest():
+    """The largest of n normal samples is about sqrt(2 ln n) standard deviations above the mean, from below."""
+    jitter = Jitter(relative_std=0.01)
+    of_16, of_4096 = (jitter.slowest(num_ranks, 200).mean() for num_ranks in (16, 4096))
+    assert 1 < of_16 < of_4096 < 1 + 0.01 * np.sqrt(2 * np.log(4096))
+    assert of_16 < 1 + 0.01 * np.sqrt(2 * np.log(16))
+
+
+def test_quantiles_are_of_the_steps_and_the_seed_repeats_them():
+    ask = {"itemsize": 2, "jitter": Jitter(relative_std=0.05, seed=3), "num_steps": 50}
+    one, same = (simulate(SIXTEEN, on_gpus(), PLAN, **ask) for _ in range(2))
+    assert one.steps_s.tolist() == same.steps_s.tolist()
+    assert one.steps_s.min() < one.quantile_s(0.5) < one.quantile_s(0.99) <= one.steps_s.max()
+    other = simulate(SIXTEEN, on_gpus(), PLAN, itemsize=2, jitter=Jitter(relative_std=0.05, seed=4), num_steps=50)
+    assert other.steps_s.tolist() != one.steps_s.tolist()
+
+
+@pytest.mark.clock
+def test_2048_ranks_and_100_steps_take_seconds():
+    """The promise is 10 s on one core; it took 0.2 s, and less than 1.5 with the machine busy."""
+    began_s = time.process_time()
+    ask = {"itemsize": 2, "jitter": Jitter(relative_std=0.01), "num_steps": 100}
+    assert len(set(simulate(SIXTEEN, on_gpus(256, 8), PLAN, **ask).steps_s)) == 100
+    assert time.process_time() - began_s < 10
+
+
+def test_the_timeline_is_in_the_format_of_the_real_one_and_its_counters_see_what_the_simulator_says(tmp_path):
+    outcome = simulate(SIXTEEN, cluster(2, 2), PLAN, itemsize=2, on_cuda=False)
+    counted = to_trace(outcome).total()
+    assert (counted.num_buckets, counted.num_bytes) == (len(outcome.buckets), 16 * MIB * 2)
+    assert counted.exposed_s == pytest.approx(outcome.first.exposed_s)
+    assert counted.busy_s == pytest.approx(outcome.first.busy_s)
+    to_trace(outcome).write(tmp_path / "ours.json", rank=0)
+    ticks = iter(range(9))
+    real = CommTrace(clock=lambda: float(next(ticks)), keep_events=True)
+    began_s = real.begin(num_bytes=outcome.buckets[0].num_bytes, is_last=True)
+    real.stage(outcome.buckets[0], "ring", 0, began_s, 8)
+    real.end(outcome.buckets[0], began_s)
+    real.write(tmp_path / "real.json", rank=0)
+    ours, theirs = (json.loads((tmp_path / name).read_text()) for name in ("ours.json", "real.json"))
+    assert ours.keys() == theirs.keys()
+    assert {tuple(sorted(event)) for event in ours["traceEvents"]} == {
+        tuple(sorted(event)) for event in theirs["traceEvents"]
+    }
+    rows = {event["args"]["name"] for event in ours["traceEvents"] if event["name"] == "thread_name"}
+    assert {"backward", "buckets", "two_level.0 scatter_reduce", "two_level.1 gather"} <= rows

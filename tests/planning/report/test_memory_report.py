@@ -1,0 +1,336 @@
+"""What the planner says of memory and of pipelines, on networks whose numbers are known by hand."""
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.functional import cross_entropy
+
+from lightning_hybrid.optim import LAMB
+from lightning_hybrid.planning.estimates.activations import LiveBytes, has_checkpointing, step_bytes, with_checkpointing
+from lightning_hybrid.planning.estimates.blocks import traced_blocks
+from lightning_hybrid.planning.estimates.layers import WithoutValues, layers_of
+from lightning_hybrid.planning.estimates.memory import MemoryNeed, StateBytes
+from lightning_hybrid.planning.estimates.parallelism import pipeline_choices
+from lightning_hybrid.planning.estimates.scenario import Scenario
+from lightning_hybrid.planning.model.cost import Link
+from lightning_hybrid.planning.report.memory_report import MemoryReport
+from lightning_hybrid.planning.report.pipeline_report import what_pays
+from recipes.networks.bert import Bert
+from recipes.networks.flops import forward_flops_per_image
+from recipes.networks.resnet import ResNet
+from tests.evidence.planner.known_clusters import cluster_of, vgg16
+from tests.recipes.test_simulate import reported, scenario
+
+STATE = StateBytes.of(precision="16-true", optimizer="lars", copies_gradients=False)
+IMAGE = (3, 224, 224)
+
+
+def on_meta(make, **arguments):
+    with torch.device("meta"):
+        return make(**arguments)
+
+
+NETWORKS = {"resnet50": partial(on_meta, ResNet), "vgg16": partial(on_meta, vgg16)}
+
+
+@cache
+def blocks_of_known(name):
+    return tuple(traced_blocks(NETWORKS[name](), IMAGE))
+
+
+def test_what_is_alive_on_the_meta_device_is_what_is_alive_on_the_cpu():
+    """The same network, forward and backward: the same bytes at the peak."""
+    small = {"depth": 18, "width": 0.125, "num_classes": 10}
+
+    def peak(network, images):
+        with LiveBytes([*network.parameters(), *network.buffers(), images]) as live:
+            network(images).sum().backward()
+        return live.peak
+
+    shape = (2, 3, 32, 32)
+    on_cpu = peak(ResNet(**small), torch.zeros(shape))
+    assert on_cpu == peak(on_meta(ResNet, **small), torch.empty(shape, device="meta"))
+    assert on_cpu > 2 * 3 * 32 * 32 * 4
+    with LiveBytes() as live:
+        one = torch.empty(100, device="meta")
+        view = one[:50].view(5, 10)  # is not counted
+        del one
+        assert live.now == 400
+        del view
+        assert live.now == 0
+        torch.empty(50, device="meta")
+    assert live.peak == 400
+
+
+def test_activations_of_resnet_50_are_those_that_its_docstring_says():
+    """82 MiB per image in fp32, 30 with re-materialisation."""
+    network = on_meta(ResNet)
+    plain = step_bytes(network, IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+    again = step_bytes(with_checkpointing(network, is_on=True), IMAGE, batch_size=8, precision="32-true") / 8 / 2**20
+    assert 82 <= plain <= 1.06 * 82
+    assert 30 <= again <= 1.25 * 30  # and one block at a time, which is computed again
+    assert network.checkpoint_activations is False
+    assert has_checkpointing(network)
+    assert not has_checkpointing(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vgg16"])
+def test_blocks_have_all_parameters_all_flops_and_all_that_is_kept(name):
+    network, blocks = NETWORKS[name](), blocks_of_known(name)
+    numels = [parameter.numel() for parameter in network.parameters()]
+    assert sorted(numel for block in blocks for numel in block.numels) == sorted(numels)
+    assert sum(block.forward_flops for block in blocks) == forward_flops_per_image(network, IMAGE)
+    # The peak of a step has the largest gradient of a parameter too, before it is in its bucket.
+    kept = 8 * sum(block.kept_bytes for block in blocks)
+    assert kept < step_bytes(network, IMAGE, batch_size=8, precision="16-true") < 1.05 * kept + 2 * max(numels)
+
+
+class Shortcut(nn.Module):
+    """A network with a connection round two of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.d(self.c(self.b(x)) + x)
+
+
+def test_no_cut_goes_through_a_shortcut():
+    """Before c both b's output and the shortcut would have to be sent; before b and before d there is one tensor."""
+    assert [block.name for block in traced_blocks(on_meta(Shortcut), (6,))] == ["a", "b", "d"]
+
+
+def test_no_cut_separates_two_uses_of_a_parameter_which_is_counted_once():
+    network = on_meta(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.ReLU()))
+    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [(16, 4), (), (16, 4), ()]
+    network[2].weight = network[0].weight
+    assert [block.numels for block in traced_blocks(network, (4, 1, 1))] == [(16, 4, 4), ()]
+
+
+def need_of(settings, state_bytes, activation_bytes, **more):
+    return MemoryNeed(settings=settings, state_bytes=state_bytes, activation_bytes=activation_bytes, **more)
+
+
+ASKED = need_of((), 60e9, 40e9, batch_size=10)
+SHARED = need_of(("x=node",), 50e9, 40e9, batch_size=10, extra_s=0.1)
+FEWER = need_of(("b=5",), 60e9, 20e9, batch_size=5)
+AGAIN = need_of(("x=node", "y=true"), 50e9, 10e9, batch_size=10, extra_s=0.6)
+
+
+SAID = [
+    (
+        120e9,
+        [],
+        [ASKED],
+        r"^A GPU needs 100 GB: 60 for .*40 for activations\. That fits into 120 GB, of which a tenth stays free; "
+        r"batch_size_per_rank up to 12 does\.$",
+        12,
+    ),
+    (
+        90e9,
+        [FEWER, SHARED],
+        [FEWER, AGAIN],
+        r"That does not fit into 90 GB.* Try, in this order: b=5 \(saves 20 GB, no more time, fits\), x=node \(saves "
+        r"10 GB, 5\.0% more time\)\. The smallest list that fits: b=5 \(80 GB, no more time\)\. With the batch at "
+        r"once: x=node y=true \(60 GB, 30\.0% more time\)\.$",
+        5,
+    ),
+    (
+        10e9,
+        [SHARED],
+        [],
+        r"No list of these fits, nor a pipeline in a node: take a smaller network or larger GPUs\.$",
+        0,
+    ),
+    (None, [], [ASKED], r"give cluster\.gpu_memory_bytes=<bytes>\.$", None),
+]
+
+
+@pytest.mark.parametrize(("memory_bytes", "alone", "fitting", "words", "largest_batch"), SAID)
+def test_what_fits_is_said_or_what_each_setting_saves_and_the_smallest_list(
+    memory_bytes, alone, fitting, words, largest_batch
+):
+    found = MemoryReport(
+        state=STATE,
+        blocks=tuple(traced_blocks(nn.Linear(4, 4), (4,))),
+        asked=ASKED,
+        alone=tuple(alone),
+        fitting=tuple(fitting),
+        memory_bytes=memory_bytes,
+        step_s=2.0,
+    )
+    assert re.search(words, found.sentence((), "GPU"))
+    assert found.largest_batch == largest_batch
+
+
+def choices_of(found: Scenario, usable_bytes=None, **more):
+    return pipeline_choices(found, blocks_of_known("resnet50"), STATE, usable_bytes=usable_bytes, **more)
+
+
+@pytest.mark.parametrize(("cluster", "num_nodes"), [("p40_roce", 1), ("dgx_h100", 16)])
+def test_for_resnet_50_data_parallelism_pays_as_pipedreams_planner_said(cluster, num_nodes):
+    found = scenario(cluster=cluster_of(cluster, num_nodes))
+    choices = choices_of(found)
+    assert len(choices) > 4
+    assert [choice.step_s for choice in choices] == sorted(choice.step_s for choice in choices)
+    assert what_pays(choices, found.run().step_s).startswith("Data parallelism pays: the best pipeline, of 2 ranks in")
+
+
+def test_a_pipeline_pays_where_weights_are_many_and_links_slow():
+    """Eight layers of 4096 x 4096 on one node at 1 GB/s: 268 MB of gradients, 16 kB an image between layers."""
+    network = on_meta(lambda: nn.Sequential(nn.Flatten(), *[nn.Linear(4096, 4096) for _ in range(8)]))
+    slow = replace(cluster_of("p40_roce", 1), inside=Link(latency_s=0.0, bytes_per_s=1e9))
+    found = scenario(cluster=slow, layers=tuple(layers_of(network, (1, 64, 64))), images_per_s=2000.0)
+    choices = pipeline_choices(found, traced_blocks(network, (1, 64, 64)), STATE, usable_bytes=None)
+    said = what_pays(choices, found.run().step_s)
+    assert said.startswith("A pipeline pays: of 8 ranks in a node (")
+    best = choices[0]
+    words = f"strategy=pipeline strategy.num_stages=8 {' '.join(best.settings[2:])}, in batches of 512 images."
+    assert said.endswith(f"To train with it: {words}")
+    images = 8 * 64
+    assert best.step_s >= images / 2000 / 8  # no faster than its arithmetic
+    assert best.sent_bytes == (4096 * 2 * images,) * 7
+
+
+def test_recomputing_blocks_needs_less_memory_and_a_third_more_time_and_what_needs_too_much_is_left_out():
+    found = scenario(cluster=cluster_of("p40_roce", 1))
+    free = choices_of(found)
+
+    def best(choices):
+        asked = ("1f1b", 2, 16)
+        return next(each for each in choices if (each.schedule, each.num_ranks, each.num_microbatches) == asked)
+
+    plain, again = best(free), best(choices_of(found, recomputes=True))
+    assert again.most_bytes < plain.most_bytes
+    assert again.step_s == pytest.approx(4 / 3 * plain.step_s, rel=0.05)
+    assert again.settings[-1] == "strategy.checkpoint_activations=true"
+    room = 0.5 * max(choice.most_bytes for choice in free)
+    fitting = choices_of(found, usable_bytes=room)
+    assert 0 < len(fitting) < len(free)
+    assert all(choice.most_bytes <= room for choice in fitting)
+
+
+def test_gradients_of_a_stage_travel_over_the_ranks_that_have_it():
+    """Two ranks are one pipeline, in which no other rank has either stage; a second node has both once more.
+
+    A stage's million half gradients take 2 s between two nodes at 1 MB/s, and both stages share the card.
+    """
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, across=Link(latency_s=0.0, bytes_per_s=1e6))
+    blocks = traced_blocks(on_meta(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))), (1000,))
+    found = scenario(cluster=two, batch_size_per_rank=1)
+    alone, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    shared, *_ = pipeline_choices(replace(found, cluster=two.of(2)), blocks, STATE, usable_bytes=None)
+    assert alone.step_s < 0.1
+    assert shared.step_s == pytest.approx(2 * 2.002 / 0.94, rel=0.05)  # of line rate, 0.94 is payload
+
+
+def peaks(**options):
+    """Bytes at the peak of a step of 16 texts of 64 tokens between two: predicted, and those of torch's tracker."""
+    torch.manual_seed(0)
+    with WithoutValues():
+        on_meta = Bert(**options)
+    state = StateBytes.of(precision="32-true", optimizer="lamb", copies_gradients=False).per_parameter()
+    predicted = state * sum(map(torch.numel, on_meta.parameters()))
+    predicted += step_bytes(on_meta, [64], batch_size=16, precision="32-true")
+    model = Bert(**options)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    optimizer, tracker = LAMB(model.parameters(), lr=1e-3), MemTracker()
+    optimizer.step()
+    tracker.track_external(model, optimizer, *(one.grad for one in model.parameters()))
+    text = model.example(16, 64, device="cpu")
+    with tracker:
+        logits = model(text).float()
+        cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64)).backward()
+        optimizer.step()
+    return predicted, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def test_the_peak_of_a_step_of_bert_is_that_of_torch_s_tracker_within_5_percent():
+    """A real step on the CPU, without and with activation checkpointing; the shared embedding is counted once."""
+    pytest.importorskip("transformers")
+    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    found = [peaks(intermediate_size=256, checkpoint_activations=is_on, **small) for is_on in (False, True)]
+    assert all(0.95 < predicted / tracked < 1.05 for predicted, tracked in found), found
+    assert found[1][1] < 0.6 * found[0][1]
+    with WithoutValues():
+        network = Bert(**small)
+    assert sum(sum(layer.numels) for layer in layers_of(network, (64,))) == sum(map(torch.numel, network.parameters()))
+
+
+def test_bert_is_cut_between_its_layers_and_both_stages_of_the_shared_embedding_hold_it():
+    """All hidden states cross a cut, and between both stages the embedding's gradient once a step."""
+    pytest.importorskip("transformers")
+    small = {"num_classes": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with WithoutValues():
+        network = Bert(**small, intermediate_size=256)
+    blocks = traced_blocks(network, (64,))
+    layers = [f"network.bert.encoder.layer.{index}" for index in range(2)]
+    assert [block.name for block in blocks] == ["network.bert.embeddings", *layers, "network.cls"]
+    assert [block.num_tied for block in blocks] == [0, 0, 0, 64_000]
+    assert sum(sum(block.numels) for block in blocks) == sum(map(torch.numel, network.parameters()))
+    assert [block.input_bytes for block in blocks[1:]] == [64 * 64 * 2 + 9 * 8] * 3  # and the masked positions
+    two = replace(cluster_of("p40_roce", 1), ranks_per_node=2, inside=Link(latency_s=0.0, bytes_per_s=1e6))
+    found = scenario(cluster=two, batch_size_per_rank=1)
+    best, *_ = pipeline_choices(found, blocks, STATE, usable_bytes=None)
+    apart, *_ = pipeline_choices(found, [replace(block, num_tied=0) for block in blocks], STATE, usable_bytes=None)
+    assert best.step_s - apart.step_s == pytest.approx(2 * 64_000 / 1e6)
+    assert sum(best.rank_bytes) - sum(apart.rank_bytes) == pytest.approx(STATE.per_parameter() * 64_000)
+
+
+def test_the_answer_orders_what_to_try(monkeypatch):
+    ask = ["num_nodes=2", "search=null", "scaling_ranks=[]", "batch_size_per_rank=512"]
+    found = reported(monkeypatch, *ask)
+    assert "does not fit into 24 GB" in found.answer()
+    tried = re.findall(
+        r"([\w.=]+) \(saves ([\d.]+) GB, (?:at least )?(no|[\d.]+%) more time(, fits)?\)", found.answer()
+    )
+    assert [(name, bool(fits)) for name, _, _, fits in tried] == [
+        ("batch_size_per_rank=256", True),
+        ("strategy.shard_update=world", False),
+        ("strategy=fsdp2", False),
+        ("strategy.shard_update=node", False),
+        ("strategy.offload=true", False),
+        ("model.checkpoint_activations=true", True),
+    ]
+    again = float(tried[-1][2].rstrip("%"))
+    assert 30 < again < 100 / 3  # a forward, of a step that waits a little for gradients
+    assert re.search(
+        r"The smallest list that fits: batch_size_per_rank=256 \([\d.]+ GB, no more time\)", found.answer()
+    )
+    assert "| as asked for " in found.markdown()
+    assert "Data parallelism pays: the best pipeline, of 2 ranks in a node (" in found.answer()
+
+
+def test_bert_base_on_a_card_of_12_gb_is_answered_from_one_line(monkeypatch):
+    pytest.importorskip("transformers")
+    quick = "search=null", "scaling_ranks=[]"
+    found = reported(monkeypatch, "model=bert_base", "cluster.gpu_memory_bytes=12e9", *quick)
+    assert re.search(
+        r"A GPU needs [\d.]+ GB: 1\.76 for 109\.5 million parameters.* does not fit into 12 GB", found.answer()
+    )
+    assert re.search(r"The smallest list that fits: batch_size_per_rank=8 \(7\.\d+ GB, no more time\)", found.answer())
+
+
+@pytest.mark.long  # of the whole step: the test of BERT's peak, above
+def test_each_line_is_tracked_by_torch_too_where_asked(monkeypatch):
+    """Of Bert's layers in small; the answer's bytes and the tracker's differ by less than 5 %."""
+    pytest.importorskip("transformers")
+    small = "num_classes=1000 hidden_size=64 num_hidden_layers=3 num_attention_heads=2 intermediate_size=256"
+    ask = [f"model.{each}" for each in small.split()] + ["image_shape=[64]", "batch_size_per_rank=16", "num_nodes=1"]
+    ask += ["model=bert_base", "precision=32-true", "cluster.gpu_memory_bytes=2e7", "track_memory=true"]
+    found = reported(monkeypatch, *ask, "search=null", "scaling_ranks=[]").memory
+    kinds = "batch_size_per_rank=8 precision=16-true model.checkpoint_activations=true"  # not FSDP2: its block is all
+    kinds += " strategy.shard_update=world"  # the embedding is less than eight blocks, which a node's ranks would share
+    assert {need.settings[0] for need in found.alone} == {*kinds.split(), "strategy=fsdp2 strategy.offload=true"}
+    assert found.fitting
+    for need in (found.asked, *found.alone, *found.fitting):
+        assert need.activation_bytes == pytest.approx(found.tracked[need.kind, need.batch_size], rel=0.05), need
+    assert "| tracked GB |" in found.table()

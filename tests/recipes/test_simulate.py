@@ -1,0 +1,253 @@
+"""The planner says what it was asked, on every cluster described, and its comparisons with measurements hold."""
+
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from lightning_hybrid.comm.plan import MIB, CommPlan
+from lightning_hybrid.planning.estimates.layers import work_of
+from lightning_hybrid.planning.estimates.scenario import Scenario, Search
+from lightning_hybrid.planning.model.cost_gloo import Gloo
+from lightning_hybrid.planning.report import memory_report
+from lightning_hybrid.planning.report.simulate_report import SimulationReport, scaling_point
+from recipes.networks.flops import forward_flops_per_image
+from recipes.networks.resnet import ResNet
+from recipes.simulate import rate_of, report_of
+from tests.checkout import ROOT, tracked_in
+from tests.evidence.planner import emulated
+from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
+from tests.evidence.planner.published import predictions
+from tests.recipes.composed import composed
+
+NAMES = sorted(path.stem for path in tracked_in(CLUSTERS, "*.yaml"))
+
+
+def scenario(num_nodes=16, **more):
+    """ResNet-50 at a P40's pace on H100 nodes: communication is nothing against it, unless asked for."""
+    known = {
+        "layers": network("resnet50"),
+        "images_per_s": 218.0,
+        "batch_size_per_rank": 64,
+        "cluster": cluster_of("dgx_h100", num_nodes),
+        "plan": CommPlan(),
+        "itemsize": 2,
+        "on_cuda": True,
+    }
+    return Scenario(**(known | more))
+
+
+def measured_once(measure):
+    """The measurement of a network, which takes a second, of each network and question once."""
+    known = {}
+
+    def of(model, image_shape, **ask):
+        key = (repr(model), model.checkpoint_activations, *image_shape, *ask.items())
+        return known[key] if key in known else known.setdefault(key, measure(model, image_shape, **ask))
+
+    return of
+
+
+MEASURES = {name: measured_once(getattr(memory_report, name)) for name in ("traced_blocks", "step_bytes")}
+
+
+def reported(monkeypatch, *overrides) -> SimulationReport:
+    for name, measure in MEASURES.items():
+        monkeypatch.setattr(memory_report, name, measure)
+    cfg = composed("simulate", "run_dir=/nowhere", *overrides, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: cfg.hydra)
+    return report_of(cfg)
+
+
+def test_what_is_printed_is_the_answer_and_fits_a_screen(monkeypatch):
+    """Three nodes of four GPUs are in the curve, which ends at four times as many; equal quantiles are not printed."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=3", "cluster.links.ranks_per_node=4", "cluster.price_per_node_hour=12"]
+    found = reported(monkeypatch, *ask)
+    answer, *tables = found.printed().split("\n\n")
+    assert answer.startswith("90 epochs of 1,281,167 images (ImageNet) on 12 GPUs (3 x 4): ")
+    assert f"; cost {found.run.costs(3 * 12 / 3600)[0]:,.2f} (" in answer.splitlines()[0]
+    starts = [
+        "90 epochs",
+        "A failure every",
+        "What limits is",
+        "",
+        "Fewer bits",
+        "A GPU needs",
+        "Data",
+        "How sure: ",
+        "Not",
+    ]
+    assert all(line.startswith(start) for line, start in zip(answer.splitlines(), starts, strict=False))
+    assert len(found.printed().splitlines()) <= 23  # and two lines of where it is written
+    shown = [row.split(" | ")[0] for row in tables[0].splitlines()[2:]]
+    assert (shown[-3:], len(shown)) == (["| 12", "| 24", "| 48"], len(set(shown)))
+    whole = found.markdown()
+    assert "| 16384 | " in whole
+    assert "run_hours, 90 epochs | " in whole
+    assert "quantile" not in whole
+    assert "-0.0%" not in whole
+
+
+def test_what_the_answer_assumes_can_be_given_back_to_it(monkeypatch):
+    """Each word is a key of the command line with the preset's value; what was given is not assumed."""
+    ask = ["cluster=cloud_25gbe", "num_nodes=3", "search=null", "scaling_ranks=[]"]
+    found = reported(monkeypatch, *ask)
+    assert "assumed by cluster=cloud_25gbe (8 x V100 per node, NVLink, 25 GbE, TCP), model=resnet50" in found.answer()
+    words = [f"{key}={value}" for key, value in found.preset.items()]
+    assert f"\n  {' '.join(words)}\n" in found.answer()
+    assert words[:2] == ["images_per_s=1200", "cluster.links.ranks_per_node=8"]
+    again = reported(monkeypatch, *ask, *words)
+    assert again.numbers() == found.numbers()
+    assert again.preset == {}
+    other = reported(monkeypatch, *ask, "cluster.links.across.bytes_per_s=3.125e8", "images_per_s=600")
+    assert other.outcome.efficiency < found.outcome.efficiency
+
+
+TWO_NODES = "cluster=cloud_25gbe num_nodes=2 images_per_s=20000"  # V100 over TCP, of which nothing is known
+ANSWERS = {
+    TWO_NODES: r"\nEqual, as far as is known: two_level, .* its interval is unknown, .* Keep the default\.\n",
+    f"{TWO_NODES} cluster.links.transport.generation=ampere cluster.links.transport.fabric=roce plan.num_buckets=1 "
+    "plan.bucket_bytes=2097152": (
+        r"plans is two_level, .* the best flat one [\d.]+% more\. To train .*: strategy\.comm\.algorithm=two_level"
+    ),
+    "cluster=dgx_h100 num_nodes=16 search.bucket_bytes=[4194304]": (
+        r"\nFewer bits between nodes would not pay: a step takes [\d.]+ ms, of which [\d.]+ ms are exposed "
+        r"communication, and [\d.]+ ms with int8, [\d.]+ ms with int4; rounding takes [\d.]+ ms, not measured\.\n"
+    ),
+    "cluster=netlab num_nodes=4 images_per_s=100 itemsize=4 search.bucket_bytes=[4194304]": (
+        r"would pay: a step takes .* with float16, .* with int4; rounding takes [\d.]+ ms\. They change the "
+        r"numbers, so they are never on by themselves: strategy\.between_nodes\.dtype=int4\."
+    ),
+    "cluster=cloud_25gbe num_nodes=4 sync_across_nodes_every=8 search.bucket_bytes=[4194304]": (
+        r"\nEvery 8 steps nodes average masters and momentum, which takes [\d.]+ ms; in between each takes"
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", ANSWERS)
+def test_the_answer_recommends_what_pays_beyond_what_is_known_and_says_why(monkeypatch, ask):
+    found = reported(monkeypatch, *ask.split(), "scaling_ranks=[]").answer()
+    assert re.search(ANSWERS[ask], found)
+    assert found.count("ewer bits between nodes") == ("every" not in ask)
+
+
+def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
+    """Nothing hides gradients of 25.6 million: bytes of 2, 258 / 256, 8 / 8 in 8 steps and both, at 25 Gbit/s."""
+    fast = scenario(cluster=cluster_of("cloud_25gbe", 2), images_per_s=1e6)
+    coded, local = replace(fast, comm_dtype_across_nodes="int8"), replace(fast, sync_across_nodes_every=8)
+    both = replace(local, comm_dtype_across_nodes="int8")
+    points = [scaling_point(each) for each in (fast, coded, local, both)]
+    assert points[0].step_s > points[1].step_s
+    assert points[0].least_s / points[1].least_s == pytest.approx(2 * 256 / 258, rel=0.01)  # blocks are whole
+    assert points[0].least_s / points[2].least_s == pytest.approx(2.0)
+    assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
+    assert points[0].least_s / points[3].least_s == pytest.approx(8 * 256 / 258, rel=0.01)
+    assert both.average_s < 0.6 * local.average_s
+
+
+def test_a_model_of_unknown_pace_is_refused():
+    cfg = composed("simulate", "run_dir=/nowhere", "cluster=p100_25gbe")
+    with pytest.raises(ValueError, match=r"`images_per_s` \(=null\) must be given: 4 x Tesla P100 .* for model=mine"):
+        rate_of(cfg, "mine", 10**9)
+    cfg.cluster.peak_flops = 1e12
+    assert rate_of(cfg, "mine", 10**9) == (200.0, True)
+    cfg.images_per_s = 3
+    assert rate_of(cfg, "mine", 10**9) == (3.0, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_described_cluster_can_be_planned_for(name):
+    cfg = OmegaConf.load(CLUSTERS / f"{name}.yaml")
+    cfg.num_nodes = 4
+    rates = {"images_per_s", "input_images_per_s", "gpu_memory_bytes", "watts_per_node", "price_per_node_hour"}
+    assert {"about", "links", "on_cuda", "num_nodes"} | rates == set(cfg) - {"peak_flops"}
+    found = instantiate(cfg.links)
+    outcome = scenario(cluster=found, on_cuda=cfg.on_cuda).run()
+    assert 0 < outcome.efficiency < 1
+    assert (not cfg.on_cuda) == isinstance(found.transport, Gloo)
+
+
+def test_a_step_takes_what_the_device_takes_and_begins_with_the_last_layer():
+    layers = network("resnet50")
+    with torch.device("meta"):
+        model = ResNet(depth=50, num_classes=1000)
+    assert sum(sum(layer.numels) for layer in layers) == sum(p.numel() for p in model.parameters())
+    assert sum(layer.forward_flops for layer in layers) == forward_flops_per_image(model, (3, 224, 224))
+    assert (layers[0].name, layers[-1].name) == ("conv1", "fc")
+    work = work_of(layers, batch_size=64, images_per_s=128.0)
+    assert work.alone_s == pytest.approx(0.5)
+    assert work.backward_s == pytest.approx(1 / 3)
+    assert work.gradients[0] == (
+        1000,
+        pytest.approx(1 / 3 * layers[-1].forward_flops / sum(x.forward_flops for x in layers)),
+    )
+    assert work.gradients[1] == (2048 * 1000, 0.0)
+    with pytest.raises(ValueError, match=r"`images_per_s` \(=0.0\)"):
+        work_of(layers, batch_size=64, images_per_s=0.0)
+
+
+def test_a_nodes_input_feeds_all_its_ranks_and_a_part_of_a_node_is_a_smaller_node():
+    fed = scenario(input_images_per_s=256.0)
+    assert (fed.work().input_s, fed.run().step_s) == (8 * 64 / 256, 2.0)
+    parts = [scenario().at(num_ranks).cluster for num_ranks in (2, 9)]
+    assert [(part.num_nodes, part.world_size) for part in parts] == [(1, 2), (2, 16)]
+
+
+def test_the_search_finds_the_planted_best_and_says_what_the_others_cost():
+    """4,096 P40 whose NCCL has rings only: one over all ranks is slow at any size."""
+    slow = scenario(cluster=cluster_of("p40_roce", 512), images_per_s=2180.0)
+    found = Search(algorithms=["flat", "two_level"], bucket_bytes=[4 * MIB, 1024 * MIB]).run(slow)
+    assert [candidate.step_s for candidate in found] == sorted(candidate.step_s for candidate in found)
+    assert found[0].plan.algorithm == "two_level"
+    assert found[-1].step_s > 1.01 * found[0].step_s
+    again = replace(slow, plan=found[0].plan)
+    assert again.run().step_s == pytest.approx(found[0].step_s)
+
+
+@pytest.mark.long
+def test_steps_on_the_emulated_cluster_are_predicted_from_one_record_of_another():
+    """Median within 10 %, all but one named step within 20, of records nothing was fitted to; errors as recorded."""
+    content, found, unequal = emulated.checked_again()
+    assert content["fitted_to"] not in {one.record for one in found}
+    assert len({one.setting for one in found}) >= 6
+    now = emulated.error_summary(found)
+    assert now["step"]["median"] < 0.10
+    missed = {
+        (one.record, one.row["arm"]) for one in found if one.row["section"] == "step" and abs(one.ratio - 1) >= 0.2
+    }
+    assert missed == {("2026-11-22_codecs_2x4_2-core-cpu", "auto_int4")}  # the one miss that is known, and said
+    for section, errors in content["predictions"]["error"].items():
+        assert now[section] == pytest.approx(errors, abs=2e-4), section  # rounded to 1e-4
+    assert len({one.setting for one in unequal}) == 8
+    assert emulated.error_summary(unequal)["step"]["median"] <= 0.08
+    assert 0.7 <= sum(one.is_held for one in unequal) / len(unequal) <= 0.9
+
+
+def test_the_emulated_cluster_is_described_with_what_was_fitted():
+    described = cluster_of("netlab", 2)
+    machine = emulated.checked_again()[0]["machine"]
+    fitted = emulated.cluster_of(machine, "emulated: 2 hosts x 2 ranks host by host, 100 Mbit/s, 200 us")
+    for name in ("across", "inside", "transport"):
+        theirs = asdict(getattr(fitted, name))
+        assert asdict(getattr(described, name)) == pytest.approx(theirs, rel=0.005), name
+
+
+@pytest.mark.long
+def test_published_rows_are_as_recorded_the_bad_ones_too():
+    """And the paper's cluster is as published."""
+    lines = (ROOT / "recipes/records/simulate/2026-11-26_check_published/rows.jsonl").read_text().splitlines()[1:]
+    rows, now = {row["what"]: row for row in map(json.loads, lines)}, dict(predictions())
+    assert [*now] == [*rows]
+    assert [*now.values()] == pytest.approx([row["predicted"] for row in rows.values()], rel=1e-6)
+    assert now["ResNet-50, 1,024 P40, all on: efficiency"] == pytest.approx(99.2, abs=1.0)
+    assert now["ResNet-50, 2,048 P40: efficiency, the other"] == pytest.approx(97, abs=2.0)
+    account = "ResNet-50, 2,048 P40: efficiency, one account"
+    assert now[account] > 1.1 * rows[account]["published"]
+    assert now["resnet101, 512 Pascal: efficiency"] == pytest.approx(90, abs=2.0)
+    ring = "5 x 8 H100, 4 x 400G, ring, 1 GiB"
+    assert now[ring] == pytest.approx(rows[ring]["published"], rel=0.06)
