@@ -62,6 +62,7 @@ class HybridElastic(HybridAllReduce):
     registered_name = ELASTIC_NAME
     _kind = "elastic"
     _loaders_type = ElasticLoaders
+    _loaders: ElasticLoaders
     saves_residuals = False  # a host that joins begins with zeros
 
     def __init__(
@@ -111,16 +112,11 @@ class HybridElastic(HybridAllReduce):
         )
         self._comm.begin(topology, self.root_device, self._timeout)
         self._comm.engine_type = ViewEngine
-        self._fit = ElasticFit(
-            self._elastic, self, comm=self._comm, failures=self._failures, timeout=self._timeout_of_fit()
-        )
+        assert self._timeout is not None
+        self._fit = ElasticFit(self._elastic, self, comm=self._comm, failures=self._failures, timeout=self._timeout)
         self._comm.wrap_hook = self._fit.hook
         self._loaders.fit = self._fit
         self._is_first = self._comm.topology.local_rank == 0  # until hosts have met
-
-    def _timeout_of_fit(self) -> Any:
-        assert self._timeout is not None
-        return self._timeout
 
     def _refuse_run(self) -> None:
         """Check that the run has nothing that needs the same ranks for the whole fit.

@@ -182,7 +182,8 @@ class FabricHybridAllReduce(_Base):
             assert half.window is not None
             if self.world_size > 1 and self._ddp_kwargs.get("init_sync", True):
                 half.window.broadcast_(module, ignored)
-        self._comm.begin(self.global_rank, self.world_size, self.root_device, self._timeout)
+        topology = self._comm.topology_of(self.global_rank, self.world_size)
+        self._comm.begin(topology, self.root_device, self._timeout)
         device_ids = self._determine_ddp_device_ids()
         # DDP and the plan of its buckets are for the parameters of forward and backward.
         with nullcontext() if half is None or half.window is None else half.window.opened():

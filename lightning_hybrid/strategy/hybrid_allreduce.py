@@ -133,7 +133,7 @@ class HybridAllReduce(_Base):
         )
         self._comm = CommSetup(self._options)
         self._failures = FailureReports()
-        self._loaders = self._loaders_type(exact_resume)
+        self._loaders: TrainingLoaders = self._loaders_type(exact_resume)
         self._extensions: Extensions | None = None  # of this fit, or of the last one, which may yet be saved
         self._averaged_parameters: set[int] | None = None  # by `id`
         self._has_rebuilt_buckets = False

@@ -278,8 +278,9 @@ def _weights(fit: RunningFit) -> dict[str, Tensor]:
 
 
 def _broadcasts_buffers(fit: RunningFit) -> bool:
-    # Else each rank keeps its own, as under DDP.
-    return bool(fit.ddp_options.get("broadcast_buffers", True))
+    # Else each rank keeps its own, as under DDP. torch 2.15 has another name for the option.
+    broadcasts = fit.ddp_options.get("broadcast_buffers", True)
+    return bool(fit.ddp_options.get("forward_sync_buffers", broadcasts))
 
 
 def _statistics(fit: RunningFit) -> list[Tensor]:
