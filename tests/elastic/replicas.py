@@ -161,7 +161,8 @@ def plain_run(num_steps: int, precision: str = "32-true") -> list[dict[str, Tens
         for shard, images in enumerate(batches):
             seed_streams(SEED, step, shard)
             copies = [parameter.detach().to(dtype_of(precision)).requires_grad_() for parameter in net.parameters()]
-            loss = integer_loss(*copies, net.norm, images)
+            weight, shift = copies
+            loss = integer_loss(weight, shift, net.norm, images)
             loss.backward()
             losses.append(loss.detach())
             for gradient, copy in zip(gradients, copies, strict=True):
@@ -236,8 +237,8 @@ class Injector:
             elif isinstance(event, Loss):
                 die()
             elif isinstance(event, Cut):
-                Connection.data_received = lambda connection, data: None  # type: ignore[method-assign]
-                Connection.send = lambda connection, **message: None  # type: ignore[method-assign]
+                setattr(Connection, "data_received", lambda connection, data: None)  # noqa: B010
+                setattr(Connection, "send", lambda connection, **message: None)  # noqa: B010
                 self.wait_for_end_of_view()
 
     def _end_step_of_a_loss_soon(self, step: int) -> None:
@@ -253,8 +254,9 @@ class Injector:
 
     def before_shard(self, step: int) -> None:
         for event in self.events_at(step):
-            is_within = isinstance(event, Loss) and event.when == "within"
-            if is_within and event.host == self.host and event.shard == self._num_shards_begun:
+            if not isinstance(event, Loss) or event.when != "within":
+                continue
+            if event.host == self.host and event.shard == self._num_shards_begun:
                 die()
         self._num_shards_begun += 1
 
@@ -290,10 +292,17 @@ def wait_for(condition: Any, limit_s: float = WAIT_LIMIT_S) -> None:
 
 
 class MembershipThatBegins(Membership):
-    """Membership of a run that begins with all hosts of `min_hosts`, and goes on with any number of hosts."""
+    """Membership of a run that begins with all hosts of `min_hosts`, and goes on with any number of hosts.
+
+    Attributes:
+        founds_after_s: how long a host waits for others before it founds a run. One that joins must have time to be
+            called by the run, of which no host may hold an address of `meet` any more: else it founds another run.
+    """
+
+    founds_after_s = 0.3
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(wait_s=0.3, **options)
+        super().__init__(wait_s=self.founds_after_s, **options)
 
     def enter(self, *args: Any, **options: Any) -> View:
         view = self.next_view(*args, **options)
@@ -371,9 +380,12 @@ def train(scene: Scene, host: str, local: int, meet: str, folder: Path) -> None:
             injector.after_sum(of_run.committed)
         return is_whole(fit, of_run)
 
-    elastic_fit.ElasticFit._is_whole = is_whole_after_events  # type: ignore[method-assign]
+    setattr(elastic_fit.ElasticFit, "_is_whole", is_whole_after_events)  # noqa: B010
     views.Membership = MembershipThatBegins  # type: ignore[misc]
-    min_hosts = len(scene.first_hosts) if host in scene.first_hosts else 1
+    min_hosts = len(scene.first_hosts)
+    if host not in scene.first_hosts:
+        min_hosts = 1
+        MembershipThatBegins.founds_after_s = WAIT_LIMIT_S
     strategy = HybridElasticStrategy(
         max_hosts=scene.max_hosts,
         meet=meet,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.elastic.host_vote import HostVote
+from tests.elastic import random_events
 from tests.elastic.replicas import Cut, Join, Loss, Outcome, Scene, differences, plain_run, run
 
 SCENES = {
@@ -26,6 +27,13 @@ SCENES = {
     "two hosts of two ranks, of which one is lost": Scene("ab", [Loss("b", 3, "within")], ranks=2, max_hosts=2),
 }
 
+# The sums of several shards, in fp32 and rounded once; each has another way.
+IN_HALF_PRECISION = (
+    "one host has all shards",
+    "losses within a step, until one host has all shards",
+    "two hosts of two ranks, of which one is lost",
+)
+
 
 def check(scene: Scene, outcome: Outcome) -> None:
     """Check every value of every step of every rank, and that those which were not lost made all steps."""
@@ -39,24 +47,37 @@ def check(scene: Scene, outcome: Outcome) -> None:
                 continue
             assert outcome.ends[host, local] == "ended"
             assert outcome.steps_of(host, local) == list(range(starts.get(host, 0), scene.num_steps))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-true"])
-@pytest.mark.parametrize("name", SCENES)
-def test_every_step_has_the_bits_of_one_plain_process(tmp_path: Path, name: str, precision: str) -> None:
-    scene = replace(SCENES[name], precision=precision)
-    outcome = run(scene, tmp_path)
-    check(scene, outcome)
     for event in scene.events:
         if not isinstance(event, Join):
             assert outcome.steps_of(event.host)[-1] == event.step - 1
+        if isinstance(event, Cut):
+            assert "cannot be heard and may go on; here are too few" in outcome.ends[event.host, 0]
 
 
-def test_a_host_that_is_cut_off_ends_in_words(tmp_path: Path) -> None:
-    scene = Scene("abc", [Cut("c", 2)], num_steps=5, silent_s=1.0)
-    outcome = run(scene, tmp_path)
-    check(scene, outcome)
-    assert "cannot be heard and may go on; here are too few" in outcome.ends["c", 0]
+@pytest.mark.parametrize("name", SCENES)
+def test_every_step_has_the_bits_of_one_plain_process(tmp_path: Path, name: str) -> None:
+    check(SCENES[name], run(SCENES[name], tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_HALF_PRECISION else pytest.param(name, marks=pytest.mark.long) for name in SCENES],
+)
+def test_every_step_has_the_bits_of_one_plain_process_in_half_precision(tmp_path: Path, name: str) -> None:
+    scene = replace(SCENES[name], precision="16-true")
+    check(scene, run(scene, tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_losses_joins_and_cuts_leave_the_bits_of_one_plain_process(tmp_path: Path, seed: int) -> None:
+    """More of them: `python -m tests.elastic.random_events`."""
+    scene = random_events.random_scene(random_events.EVENTS_PER_RUN, seed)
+    outcome = run(scene, tmp_path, limit_s=300.0)
+    num_made, differing, words = random_events.steps_that_differ(outcome, scene)
+    assert not differing, "\n".join(words[:10])
+    assert not random_events.faults_of(scene, outcome)
+    assert num_made == scene.num_steps
 
 
 def test_a_host_with_another_network_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
