@@ -50,6 +50,7 @@ ARROWS = {
 FOR_ALL = {"averaged_models", "checks", "atomic_file", "batch_rows", "cpp.library", "lightning_names", "module_state"}
 FOR_ALL |= {"formatting", "placement"}
 NEVER_IN_THE_LIBRARY = {"hydra", "omegaconf", "wandb", "recipes", "torchvision", "timm", "litdata"}
+NEVER_IN_THE_PLANNER = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "pydantic"}
 MOST_MODULES = 20
 
 FORBIDDEN = r"\b(told|anew|beside|alike|whoever|nobody|seal(?:ed)?|lanes?|handover|surroundings)\b|\bours:"
@@ -121,6 +122,34 @@ def test_the_library_knows_no_configuration_system_and_no_tracker():
         part_of(path): {name.split(".")[0] for name in imports_of(path)} & NEVER_IN_THE_LIBRARY for path in MODULES
     }
     assert not {source: names for source, names in found.items() if names}
+
+
+def modules_behind(part: str) -> set[str]:
+    """The module, and those of ours that it imports, directly or not, also within functions."""
+    imports = {part_of(path): ours(imports_of(path)) for path in MODULES}
+    reached, waiting = set(), {part}
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        waiting |= imports[module] - reached
+    return reached
+
+
+def packages_behind(part: str) -> set[str]:
+    """Names of the packages that a module imports, directly or through others of ours."""
+    reached = modules_behind(part)
+    paths = [path for path in MODULES if part_of(path) in reached]
+    return {name.split(".")[0] for path in paths for name in imports_of(path)}
+
+
+def test_the_planner_imports_no_strategy_no_lightning_and_matplotlib_for_pictures_alone():
+    """Nor through what it imports: it runs where nobody trains."""
+    planner = [part_of(path) for path in MODULES if path.is_relative_to(PACKAGE / "planning")]
+    assert "planning.report.pictures" in planner
+    for part in planner:
+        assert not {name for name in modules_behind(part) if name.split(".")[0] == "strategy"}, part
+        assert not packages_behind(part) & NEVER_IN_THE_PLANNER, part
+        assert ("matplotlib" in packages_behind(part)) == (part == "planning.report.pictures"), part
 
 
 def test_no_test_looks_at_what_git_does_not_track():

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,8 @@ def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
     arguments = as_arguments(example)
     if not all(isinstance(one, Tensor) for one in arguments):
         return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
+    from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, which takes half a second
+
     costs, given = list[float](), tuple(map(boundary_of, arguments))
     for block in blocks:
         with FlopCounterMode(display=False) as counter:

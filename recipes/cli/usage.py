@@ -21,11 +21,12 @@ EXTRAS = {
 EXTRAS_OF = {
     "train": ("recipes",),
     "pack": ("recipes",),
+    "simulate": ("recipes",),
     "search": ("recipes", "report", "search"),
     "study": ("recipes", "study"),
 }
-"""Extras of commands that draw no pictures; all others need `recipes` and `report`. A callback of `train` draws some,
-and says so."""
+"""Extras of commands that draw no pictures unasked; all others need `recipes` and `report`. A callback of `train`, and
+`simulate` with `pictures=true`, draw some, and say so."""
 
 
 class UsageError(SystemExit):

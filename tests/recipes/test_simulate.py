@@ -1,5 +1,6 @@
 """The planner says what it was asked, on every cluster described, and its comparisons with measurements hold."""
 
+import importlib.util
 import json
 import re
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from lightning_hybrid.planning.report import memory_report
 from lightning_hybrid.planning.report.simulate_report import SimulationReport, scaling_point
 from recipes.networks.flops import forward_flops_per_image
 from recipes.networks.resnet import ResNet
-from recipes.simulate import rate_of, report_of
+from recipes.simulate import check_pictures, rate_of, report_of
 from tests.checkout import ROOT, tracked_in
 from tests.evidence.planner import emulated
 from tests.evidence.planner.known_clusters import CLUSTERS, cluster_of, network
@@ -148,6 +149,21 @@ def test_a_run_in_8_bits_or_with_averages_is_planned_as_such():
     assert points[2].step_s == pytest.approx(fast.at(8).run().step_s + local.average_s / 8)
     assert points[0].least_s / points[3].least_s == pytest.approx(8 * 256 / 258, rel=0.01)
     assert both.average_s < 0.6 * local.average_s
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_is_simulated(monkeypatch):
+    cfg = composed("simulate", "run_dir=/nowhere", "pictures=true")
+    check_pictures(cfg)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"`pictures` \(=true\) must have matplotlib.*'lightning-hybrid\[report\]'"):
+        check_pictures(cfg)
+    cfg.pictures = False
+    check_pictures(cfg)
+
+
+def test_a_negative_number_of_plans_in_the_report_is_refused():
+    with pytest.raises(ValueError, match=r"`num_shown` \(=-1\) must be a whole number, 0 or more"):
+        Search(algorithms=[None], bucket_bytes=[MIB], num_shown=-1)
 
 
 def test_a_model_of_unknown_pace_is_refused():

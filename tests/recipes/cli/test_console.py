@@ -99,10 +99,11 @@ def test_a_question_or_a_wrong_value_is_answered_before_torch_is_imported(words,
 def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(monkeypatch, capsys):
     monkeypatch.setattr(usage, "find_spec", lambda name: None if name == "matplotlib" else name)
     usage.refuse_missing_extras("train")
+    usage.refuse_missing_extras("simulate")
     with pytest.raises(usage.UsageError):
-        usage.refuse_missing_extras("simulate")
+        usage.refuse_missing_extras("tune")
     assert capsys.readouterr().err == (
-        f"error: `{usage.command('simulate')}` needs packages that are not installed (matplotlib). Install them with: "
+        f"error: `{usage.command('tune')}` needs packages that are not installed (matplotlib). Install them with: "
         "pip install 'lightning-hybrid[recipes,report]'\n"
     )
     monkeypatch.setattr(usage, "find_spec", lambda name: None)
@@ -114,17 +115,6 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
     assert done.returncode == 2
     assert "`momentum` (=2" in done.stderr
     assert not list((tmp_path / "outputs").iterdir())
-
-
-@pytest.mark.long
-def test_a_simulation_imports_nothing_that_takes_seconds_but_torch(tmp_path):
-    """Mutations: the shape of a convolution is left to torch; pictures are drawn unasked."""
-    slow = "{'lightning', 'torch._dynamo', 'sympy', 'matplotlib'} & {*sys.modules}"
-    say = SAY.replace("'torch' in sys.modules", slow)
-    words = [str(ROOT / "recipes" / "simulate.py"), "num_nodes=2", "search=null", "hydra.run.dir=run"]
-    done = subprocess.run([sys.executable, "-c", f"{say}; {RUN}", *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_a_run_from_scratch_does_not_overwrite_the_checkpoints_of_another(tmp_path):
