@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hybrid.comm import Topology, traffic_of
 from lightning_hybrid.comm.engine.in_flight import InFlightBucket
-from lightning_hybrid.planning import workload
+from lightning_hybrid.planning.model import workload
 from lightning_hybrid.planning.model.cluster_costs import OURS, PEERS
 from lightning_hybrid.planning.model.cost import Cost, Link, double_tree, halving_doubling, least_s, levels, ring
 from lightning_hybrid.planning.model.cost_gloo import Gloo
