@@ -159,11 +159,12 @@ def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics
     assert found[0][2][0].startswith("`callbacks=recalibrate_bn`: `net.1` keep their statistics")
 
 
-def with_and_without(num_workers, precision):
+def with_and_without(num_workers, precision, has_generator=True):
     more = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"} if num_workers else {}
     ends = []
     for callbacks in ([RecalibrateBatchNorm(32)], []):
-        module, own = FineTuned(False), torch.Generator().manual_seed(7)
+        module = FineTuned(False)
+        own = torch.Generator().manual_seed(7) if has_generator else None
         loader = DataLoader(toy.Blobs(64), 8, shuffle=True, generator=own, **more)
         torch.manual_seed(1)
         settings = {"use_distributed_sampler": False, "val_check_interval": 3, "num_sanity_val_steps": 0}
@@ -177,6 +178,10 @@ def with_and_without(num_workers, precision):
 def test_the_order_of_a_users_loader_and_dropout_are_what_they_are_without(one_rank):
     """A pass in the middle of an epoch draws from the generators of loader, samplers and process."""
     assert one_rank.run(with_and_without, 1, "32-true") == [True]
+
+
+def test_a_pass_over_a_loader_that_draws_from_the_global_stream_moves_no_dropout(one_rank):
+    assert one_rank.run(with_and_without, 0, "32-true", False) == [True]
 
 
 def test_training_in_half_precision_has_the_same_bits_with_and_without(two_ranks):

@@ -47,6 +47,7 @@ class ShardedFit:
         self.scatter: GradientScatter | None = None
         self.shards: dict[int, ParameterShard] = {}
         self._optimizers: list[Optimizer] = list(fit.optimizers)
+        self._module = fit.module
         self._precision = fit.precision
         self._window: HalfPrecisionWindow | None = getattr(fit.precision, "window", None)
         self._late = LateGather(fit.engine.trace) if is_late else None
@@ -217,6 +218,7 @@ class ShardedFit:
         """Let the parameters show this rank's parts for one step, and gather the new weights. Collective."""
         self._take_in(optimizer)
         shards = self._shards_of(optimizer)
+        self.refuse_late_observers(self._module)  # once more: the closure runs user code
         self._is_updating = True
         try:
             with self.parts_shown(optimizer):

@@ -16,7 +16,7 @@ from lightning_hybrid.strategy.shard_update.extension import ShardUpdateExtensio
 from lightning_hybrid.strategy.shard_update.gradient_scatter import GradientScatter
 from tests.comm.layouts import engine_over, integers, sum_of_integers
 from tests.scenes import Saves, at, same
-from tests.strategy.shard_update.shared import SIZES, adamw, assert_same, fit, sgd
+from tests.strategy.shard_update.shared import SIZES, Sizes, adamw, assert_same, fit, sgd
 
 LONG = pytest.mark.long  # in every run of the tests a few of all cases
 
@@ -160,6 +160,23 @@ def read_nothing(*args):
 )
 def test_who_looks_at_gradients_finds_all_of_them(two_ranks, optimizer, scene):
     assert assert_same_and_count(two_ranks, optimizer, "16-true", **scene) == [0, 0]
+
+
+class LooksLate(Sizes):
+    """Adds a step hook to its optimizer while a step is under way."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.trainer.optimizers[0].register_step_pre_hook(read_nothing)
+        return super().training_step(batch, batch_idx)
+
+
+def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
+    """They are averaged for their owners alone by then, and others would see a rank's own."""
+    comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")
+    scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
+    for seen in fit(two_ranks, lars, **scene):
+        assert "has averaged the gradients of this step for their owners alone" in seen.error, seen.error
 
 
 def scattered_in_another_order(nodes, scope):
