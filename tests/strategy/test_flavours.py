@@ -169,6 +169,15 @@ def test_a_misspelt_pipeline_is_answered_with_its_name():
         Trainer(strategy="hybrid_pipline", accelerator="cpu", devices=1)
 
 
+def test_the_name_of_the_elastic_strategy_makes_it_in_the_trainer_and_its_misspelling_is_answered(monkeypatch):
+    monkeypatch.setenv("HYBRID_ELASTIC_MAX_HOSTS", "2")
+    monkeypatch.setenv("HYBRID_ELASTIC_MEET", "127.0.0.1:29400")
+    trainer = Trainer(strategy="hybrid_elastic", accelerator="cpu", devices=1, logger=False)
+    assert type(trainer.strategy) is lightning_hybrid.HybridElasticStrategy
+    with pytest.raises(ValueError, match=r"Did you mean 'hybrid_elastic'\?$"):
+        Trainer(strategy="hybrid_elastik", accelerator="cpu", devices=1)
+
+
 @pytest.mark.parametrize("of", [Trainer, Fabric])
 def test_a_misspelt_name_of_lightning_stays_an_error_of_lightning(of):
     for name in ("ddp_find_unused_parameters_tru", "fsdpp", "horovod"):

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_hybrid import LocalSteps
+from lightning_hybrid import HybridElasticStrategy, LocalSteps
 from lightning_hybrid.callbacks.ema import MasterWeightAveraging
 from lightning_hybrid.optim.schedule import warmup_polynomial_lr
 from recipes.cli import config_check
@@ -159,6 +159,19 @@ def test_what_happens_between_nodes_is_a_group_and_a_codec_a_key_of_it():
     pipeline = configured(*ask, "strategy=pipeline", "strategy.between_nodes.dtype=int8").strategy
     with pytest.raises(InstantiationException, match="and a pipeline exclude each other"):
         instantiate(pipeline)
+
+
+def test_an_elastic_run_is_a_strategy_of_its_own_with_hosts_from_keys_or_the_environment(monkeypatch):
+    ask = ["recipe=resnet50_8k", "data=synthetic", "strategy=elastic"]
+    keys = ["strategy.max_hosts=4", "strategy.meet=10.0.0.1:29400"]
+    strategy = instantiate(configured(*ask, *keys).strategy)
+    assert type(strategy) is HybridElasticStrategy
+    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (4, ("10.0.0.1:29400",))
+
+    monkeypatch.setenv("HYBRID_ELASTIC_MAX_HOSTS", "3")
+    monkeypatch.setenv("HYBRID_ELASTIC_MEET", "10.0.0.2:29400")
+    strategy = instantiate(configured(*ask).strategy)
+    assert (strategy._elastic.max_hosts, strategy._elastic.meeting_points) == (3, ("10.0.0.2:29400",))
 
 
 def test_a_slurm_job_says_how_many_ranks_there_are(monkeypatch):
