@@ -14,6 +14,7 @@ import difflib
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 COMPLETION = """_lightning_hybrid() {
@@ -34,6 +35,9 @@ complete -o nospace -o default -F _lightning_hybrid lightning-hybrid"""
 """Bash's: the name of a command, then what Hydra answers for its keys."""
 
 PACKAGE = Path(__file__).resolve().parent
+
+QUICKSTART_PACKAGES = ("sklearn", "matplotlib")
+"""Imports of `quickstart` that are extras. It is a script as a user writes one, and checks nothing itself."""
 
 
 def programs() -> dict[str, Path]:
@@ -91,6 +95,14 @@ def main() -> None:
         print(
             f"error: `COMMAND` (={words[0]}) must be one of {', '.join(found)}. {hint}`lightning-hybrid --help` says "
             "what each does.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    missing = [name for name in QUICKSTART_PACKAGES if find_spec(name) is None]
+    if path.stem == "quickstart" and missing:
+        print(
+            f"error: `lightning-hybrid quickstart` needs packages that are not installed ({', '.join(missing)}). "
+            "Install them with: pip install 'lightning-hybrid[recipes,report]'",
             file=sys.stderr,
         )
         raise SystemExit(2)

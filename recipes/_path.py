@@ -18,6 +18,10 @@ _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "none").re
 if _program.stem == "simulate":
     gc.disable()  # to look for garbage is a tenth of its time, most of which are imports
 if _program.parent == ROOT / "recipes" and (ROOT / "conf" / f"{_program.stem}.yaml").exists():
+    from recipes.cli import usage
+
+    usage.refuse_missing_hydra(_program.stem)
+
     from recipes.cli import command_line
 
     command_line.read(_program.stem)

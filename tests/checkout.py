@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".github", "conf", "lightning_hybrid", "recipes", "tests")
+FOLDERS = (".github", "conf", "docs", "lightning_hybrid", "recipes", "tests")
 
 
 @cache

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -23,6 +24,22 @@ NAMES |= {"transformers": "transformers", "tokenizers": "tokenizers"}
 
 DISTRIBUTIONS = packages_distributions()
 
+# Imports of the package that its core does not install. Each is made only where somebody asks for what it does.
+WITH_AN_EXTRA = {"matplotlib": "report"}
+WITH_TORCH = {"triton"}  # builds for CUDA bring it; without it the fused kernels warn and are not used
+
+IMPORT_ALL_PUBLIC_NAMES = """
+import sys
+from importlib import import_module
+
+import lightning_hybrid
+
+for package in ("", ".optim", ".callbacks", ".data", ".contrastive", ".fabric", ".models"):
+    module = import_module("lightning_hybrid" + package)
+    for name in getattr(module, "__all__", ()):
+        getattr(module, name)
+print(*sys.modules)
+"""
 
 LOCKED = ("recipes", "report", "jpeg", "search", "study", "tensorboard", "text", "test", "dev", "docs")
 
@@ -76,6 +93,55 @@ def test_the_lock_of_ci_holds_a_version_and_a_hash_of_all_that_is_asked_for():
     for requirement in map(Requirement, asked):
         if requirement.name != "lightning-hybrid":
             assert locked[canonical(requirement.name)] in requirement.specifier, requirement
+
+
+def test_the_package_imports_only_what_its_core_installs():
+    """What the recipes need, such as Hydra and W&B, comes with their extra."""
+    groups = declared()
+    undeclared = missing(imported("lightning_hybrid"), groups[""])
+    assert set(undeclared) == {*WITH_AN_EXTRA, *WITH_TORCH}
+    for name, extra in WITH_AN_EXTRA.items():
+        assert canonical(name) in groups[extra]
+    assert not groups[""] & {"hydra-core", "omegaconf", "wandb"}
+    assert {"hydra-core", "omegaconf", "wandb"} <= groups["recipes"]
+
+
+def test_every_dependency_of_the_core_is_imported_by_the_package():
+    names = imported("lightning_hybrid")
+    providers = {canonical(one) for name in names for one in DISTRIBUTIONS.get(name, [name])}
+    assert declared()[""] <= providers
+
+
+def installed_with(requirements: set[str]) -> set[str]:
+    """Distributions that these bring, and all that those bring, in this environment."""
+    waiting = [Requirement(text) for text in requirements]
+    visited = set()
+    while waiting:
+        parent = waiting.pop()
+        key = (canonical(parent.name), frozenset(parent.extras))
+        if key in visited:
+            continue
+        visited.add(key)
+        try:
+            texts = metadata.requires(parent.name) or []
+        except metadata.PackageNotFoundError:  # of another platform
+            continue
+        for requirement in map(Requirement, texts):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *parent.extras)):
+                waiting.append(requirement)
+    return {name for name, _ in visited}
+
+
+def test_the_public_names_are_there_where_nothing_but_the_core_is_installed(tmp_path):
+    brought = installed_with(declared()[""])
+    # Not matplotlib, nor Pillow for it: torchmetrics looks for its metadata, which are there, and imports it.
+    blocked = ("hydra", "omegaconf", "wandb", "pydantic", "rich")
+    assert not brought & {canonical(one) for name in blocked for one in DISTRIBUTIONS[name]}
+    there = environment_without(tmp_path, blocked)
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES], capture_output=True, text=True, env=there)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "lightning_hybrid.elastic.strategy" in done.stdout.split()
 
 
 @pytest.mark.long

@@ -144,7 +144,7 @@ def train_two_steps(source, folder):
     return seen
 
 
-@pytest.mark.parametrize("page", tracked_files(".docs/*.md"), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", tracked_files("docs/*.md"), ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_on_two_ranks_as_it_stands(page, two_ranks, tmp_path):
     blocks = python_blocks(page)
     if blocks:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,29 @@ OPTIONAL = ("hydra", "omegaconf", "wandb", "simplejpeg")
 """What is not needed to train, nor on the machine on which the GPU's half is first tried."""
 
 
-class Missing(MetaPathFinder):
-    def __init__(self, names: Sequence[str]) -> None:
+class FinderWithout:
+    """Another finder of modules that does not find some packages: `find_spec` returns None, and an import fails."""
+
+    def __init__(self, finder: Any, names: Sequence[str]) -> None:
+        self.finder = finder
         self.names = frozenset(names)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {name!r}: blocked for this test", name=name)
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
 
 
 def block(names: Sequence[str] = OPTIONAL) -> None:
     """From now on their import fails, as where they were never installed."""
-    sys.meta_path.insert(0, Missing(names))
+    sys.meta_path[:] = [FinderWithout(finder, names) for finder in sys.meta_path]
 
 
-def environment_without(folder: Path) -> dict[str, str]:
+def environment_without(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[str, str]:
     """For programs that shall not find them: Python imports `sitecustomize` before anything else."""
-    (folder / "sitecustomize.py").write_text("from tests.without import block\n\nblock()\n")
+    (folder / "sitecustomize.py").write_text(f"from tests.without import block\n\nblock({sorted(names)!r})\n")
     # pytest's plugins of these packages would not be there either
     return os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

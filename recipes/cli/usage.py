@@ -11,7 +11,7 @@ from typing import Any
 RECIPES = Path(__file__).resolve().parents[1]
 
 EXTRAS = {
-    "recipes": ("pydantic", "sklearn", "PIL"),
+    "recipes": ("hydra", "omegaconf", "pydantic", "sklearn", "PIL"),
     "report": ("matplotlib",),
     "search": ("optuna",),
     "study": ("optuna", "scipy"),
@@ -37,7 +37,7 @@ class UsageError(SystemExit):
         self.code = 2
 
 
-PACKAGE_NAMES = {"PIL": "Pillow", "sklearn": "scikit-learn"}
+PACKAGE_NAMES = {"PIL": "Pillow", "hydra": "hydra-core", "sklearn": "scikit-learn"}
 """Names under which packages are installed, where they differ from those that are imported."""
 
 NEEDED_BY_TARGETS = {
@@ -77,6 +77,16 @@ def refuse_missing_extras(name: str) -> None:
         message = f"error: {line}"
         print(message, file=sys.stderr, flush=True)
         raise UsageError(message)
+
+
+def refuse_missing_hydra(name: str) -> None:
+    """Refuse a command if nothing can read its command line, help included.
+
+    Raises:
+        UsageError: Hydra or OmegaConf is not installed.
+    """
+    if find_spec("hydra") is None or find_spec("omegaconf") is None:
+        refuse_missing_extras(name)
 
 
 def missing_packages_of(config: Any) -> str:

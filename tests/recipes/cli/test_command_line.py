@@ -67,7 +67,7 @@ MISSPELT = {
     "strategy.algorithm=flat": "Did you mean strategy.comm.algorithm=flat?",
     "strategy.between_nodes.every=8": "mean strategy/between_nodes=local_steps strategy.between_nodes.every=8?",
     "~optim.lrr": "Did you mean ~optim.lr?",
-    "strategy=hybrid_alreduce": "must be one of ddp, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
+    "strategy=hybrid_alreduce": "must be one of ddp, elastic, fsdp2, hybrid, pipeline. Did you mean strategy=hybrid?",
     "cluster=netlab": "added by a plus: +cluster=netlab.",
     "data.root=/a(b)/c": """Hydra's grammar. A value with signs needs quotes of its own: 'data.root="/a(b)/c"'.""",
     "--multirun optim.learning_rate=1,2": "`optim.learning_rate` (=1,2) must be a key",
@@ -94,7 +94,7 @@ def test_a_question_is_answered_without_the_extras_of_the_command(words, read, m
     assert ("pip install 'lightning-hybrid[recipes]'" in last) == (words == "--help")
     code, out, err = read("train", "optim.lr=1")
     assert (code, out) == (2, "")
-    assert "needs packages that are not installed (pydantic, scikit-learn, Pillow)" in err
+    assert "needs packages that are not installed (hydra-core, omegaconf, pydantic, scikit-learn, Pillow)" in err
 
 
 def test_packages_of_a_part_are_asked_for_before_torch_is_imported(read, monkeypatch):

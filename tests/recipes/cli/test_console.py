@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from lightning_hybrid import __main__ as console_command
 from lightning_hybrid import __version__
 from recipes.cli import usage
 from tests.checkout import ROOT, tracked_in
 from tests.programs import run_program
+from tests.without import environment_without
 
 COMMANDS = sorted(path.stem.replace("_", "-") for path in tracked_in(ROOT / "recipes", "[!_]*.py"))
 SCRIPT = """
@@ -107,7 +109,31 @@ def test_a_command_whose_packages_are_missing_says_the_line_that_installs_them(m
         "pip install 'lightning-hybrid[recipes,report]'\n"
     )
     monkeypatch.setattr(usage, "find_spec", lambda name: None)
-    assert "(pydantic, scikit-learn, Pillow)" in usage.missing_extras("train")
+    assert "(hydra-core, omegaconf, pydantic, scikit-learn, Pillow)" in usage.missing_extras("train")
+
+
+@pytest.mark.parametrize("words", [("train",), ("train", "--help"), ("simulate", "num_nodes=2")], ids=" ".join)
+def test_a_core_install_says_which_extras_a_command_lacks(words, tmp_path):
+    """Without Hydra nothing can read the command line, or write the help."""
+    there = environment_without(tmp_path, ("hydra", "omegaconf"))
+    command = [sys.executable, "-m", "lightning_hybrid", *words]
+    done = subprocess.run(command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    extras = "recipes" if words[0] == "train" else "recipes,report"
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: `python -m lightning_hybrid {words[0]}` needs packages")
+    assert done.stderr.endswith(
+        f"(hydra-core, omegaconf). Install them with: pip install 'lightning-hybrid[{extras}]'\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["sklearn", "matplotlib"])
+def test_quickstart_says_which_extra_it_lacks(name, monkeypatch, capsys):
+    monkeypatch.setattr(console_command, "find_spec", lambda package: None if package == name else package)
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid", "quickstart"])
+    with pytest.raises(SystemExit) as end:
+        console_command.main()
+    assert end.value.code == 2
+    assert f"({name}). Install them with: pip install 'lightning-hybrid[recipes,report]'" in capsys.readouterr().err
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""Draws the picture of the first page from two records: `python .docs/steps_figure.py`."""
+"""Draws the picture of the first page from two records: `python docs/steps_figure.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the pages of the project: `python .docs/pages.py`, then open `.docs/html/index.html`. Warnings are errors.
+"""Builds the pages of the project: `python docs/pages.py`, then open `docs/html/index.html`. Warnings are errors.
 
 A page stands beside the code that it is about. A link from one page to another stays a link between pages; a link to a
 file that is no page leads to a copy of that file as text.
@@ -25,10 +25,10 @@ PART = re.compile(
 def place_of(page: Path) -> Path:
     """Return where a Markdown file of the repository stands in the site: `a/b/README.md` is `a/b/index.md`.
 
-    >>> place_of(Path(".docs/start.md")), place_of(Path("lightning_hybrid/optim/README.md"))
+    >>> place_of(Path("docs/start.md")), place_of(Path("lightning_hybrid/optim/README.md"))
     (PosixPath('start.md'), PosixPath('lightning_hybrid/optim/index.md'))
     """
-    if page.parts[0] == ".docs":
+    if page.parts[0] == "docs":
         return Path(*page.parts[1:])
     if page == Path("README.md"):
         return Path("overview.md")
@@ -82,9 +82,9 @@ def write(out: Path) -> None:
 if __name__ == "__main__":
     from sphinx.cmd.build import main
 
-    source, html = ROOT / ".docs" / "source", ROOT / ".docs" / "html"
+    source, html = ROOT / "docs" / "source", ROOT / "docs" / "html"
     shutil.rmtree(source, ignore_errors=True)
     write(source)
-    failed = main(["-q", "-W", "--keep-going", "-c", str(ROOT / ".docs"), *sys.argv[1:], str(source), str(html)])
+    failed = main(["-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), *sys.argv[1:], str(source), str(html)])
     shutil.copytree(source / "files", html / "files", dirs_exist_ok=True)  # pictures that are shown by HTML
     sys.exit(failed)
