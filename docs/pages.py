@@ -29,12 +29,24 @@ def place_of(page: Path) -> Path:
     (PosixPath('start.md'), PosixPath('lightning_hybrid/optim/index.md'))
     """
     if page.parts[0] == "docs":
-        return Path(*page.parts[1:])
+        page = Path(*page.parts[1:])
+        return page.with_name("index.md") if page.name == "README.md" else page
     if page == Path("README.md"):
         return Path("overview.md")
     if page.parts[0] == ".github":  # Sphinx looks into no folder with a dot
         return Path("github", *page.parts[1:])
     return page.with_name("index.md") if page.name == "README.md" else page
+
+
+def menu() -> set[Path]:
+    """Return the pages in the menu, where they stand in the site: the entries of the toctrees of `index.md`."""
+    entries = set()
+    for body in re.findall(r"^```\{toctree\}\n(.*?)^```", (ROOT / "docs" / "index.md").read_text(), re.M | re.S):
+        for line in body.splitlines():
+            if line and not line.startswith(":"):
+                named = re.fullmatch(r".* <(.+)>", line)
+                entries.add(Path(f"{named[1] if named else line}.md"))
+    return entries
 
 
 def rewritten(text: str, page: Path, pages: set[Path], out: Path) -> str:
@@ -73,10 +85,14 @@ def write(out: Path) -> None:
         for name in listed.split()
         if not name.startswith(("tests/", ".github/I")) and (ROOT / name).is_file()
     }
+    in_menu = {*menu(), Path("index.md")}
     for page in pages:
         place = out / place_of(page)
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(rewritten((ROOT / page).read_text(), page, pages, out))
+        text = rewritten((ROOT / page).read_text(), page, pages, out)
+        if place_of(page) not in in_menu:  # such as a record: other pages link to it, and Sphinx need not warn
+            text = f"---\norphan: true\n---\n\n{text}"
+        place.write_text(text)
 
 
 if __name__ == "__main__":

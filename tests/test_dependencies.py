@@ -135,8 +135,8 @@ def installed_with(requirements: set[str]) -> set[str]:
 
 def test_the_public_names_are_there_where_nothing_but_the_core_is_installed(tmp_path):
     brought = installed_with(declared()[""])
-    # Not matplotlib, nor Pillow for it: torchmetrics looks for its metadata, which are there, and imports it.
-    blocked = ("hydra", "omegaconf", "wandb", "pydantic", "rich")
+    # Not matplotlib and rich: torchmetrics and Lightning look for their metadata, which are there, and import them.
+    blocked = ("hydra", "omegaconf", "wandb", "pydantic")
     assert not brought & {canonical(one) for name in blocked for one in DISTRIBUTIONS[name]}
     there = environment_without(tmp_path, blocked)
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL_PUBLIC_NAMES], capture_output=True, text=True, env=there)

@@ -4,6 +4,7 @@ Addresses on the web are not opened. What the commands in them take: `tests/reci
 """
 
 import contextlib
+import importlib.util
 import re
 import textwrap
 import warnings
@@ -85,6 +86,17 @@ def test_first_page_is_short_and_shows_what_is_gained_first():
     assert len(rows) - 2 <= 8
     assert max(map(len, shown)) <= 90
     assert next(i for i, line in enumerate(lines, 1) if "<img" in line) < 30
+
+
+def test_the_menu_is_short_and_leads_to_pages_that_are_there():
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    places = {builder.place_of(page.relative_to(ROOT)) for page in PAGES}
+    menu = builder.menu()
+    assert menu <= places
+    assert 30 <= len(menu) <= 40
+    assert [page for page in menu if "records" in page.parts] == [Path("recipes/records/index.md")]
 
 
 def train_one_step(source):

@@ -1,6 +1,7 @@
 """The gallery and the files to deploy: every program runs as it stands, every file says what its page says."""
 
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -8,6 +9,7 @@ import tomllib
 import pytest
 import yaml
 
+from lightning_hybrid.elastic.strategy import MAX_HOSTS_VARIABLE, MEET_VARIABLE
 from tests.checkout import ROOT, tracked_in
 from tests.programs import run_program
 
@@ -76,6 +78,28 @@ def test_the_script_for_slurm_is_a_script_and_queues_a_preempted_job_again():
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
     assert {"--requeue", "--signal=SIGUSR1@120"} <= set(re.findall(r"^#SBATCH (\S+)", script.read_text(), re.M))
     assert 'scontrol requeue "$SLURM_JOB_ID"' in script.read_text()
+
+
+def test_the_script_for_elastic_hosts_starts_a_preemptible_job_for_each_host():
+    script = DEPLOY / "elastic.sbatch"
+    text = script.read_text()
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0
+    assert {"--requeue", "--nodes=1", "--exclusive"} <= set(re.findall(r"^#SBATCH (\S+)", text, re.M))
+    assert "torchrun --nnodes=1 " in text
+    assert "strategy=elastic" in text
+    assert f"export {MAX_HOSTS_VARIABLE} {MEET_VARIABLE}" in text
+
+
+@pytest.mark.parametrize("missing", [MAX_HOSTS_VARIABLE, MEET_VARIABLE])
+def test_the_script_for_elastic_hosts_ends_at_once_without_a_variable(missing):
+    values = {MAX_HOSTS_VARIABLE: "4", MEET_VARIABLE: "node01:29400"}
+    del values[missing]
+    environment = {"PATH": os.environ["PATH"], **values}
+    script = ["bash", str(DEPLOY / "elastic.sbatch")]
+    done = subprocess.run(script, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"{missing}: " in done.stderr
+    assert "torchrun" not in done.stderr
 
 
 QUICKSTART = ROOT / "recipes" / "quickstart.py"
