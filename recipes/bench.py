@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> None:
         topology = Topology.discover()
         world = CommPlan().describe(topology).partition(";")[0]
         fabric.print(world)
-        fabric.print("Every row is printed when it is measured: about 5 minutes for 2 processes of an idle CPU.")
+        fabric.print("Every row is printed when it is measured.")
         fabric.print(bench_report.aligned(bench_report.HEADER), flush=True)
         rows = list[bench_report.Timing]()
         for row in chain.from_iterable(bench.run(fabric, topology) for bench in benches):

@@ -25,11 +25,11 @@ class ElasticLoaders(TrainingLoaders):
     def _resumes_by_counters(self) -> bool:
         return False
 
-    def _wrap_training_loader(self, loader: Any, with_prefetcher: Callable[..., Any]) -> Any:
+    def _wrap_training_loader(self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]) -> Any:
         """Return a loader of this rank's shards. Loaders that are made later in the fit are those of callbacks."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
 
         if self.fit is None or not self.fit.deals_loaders:
-            return super()._wrap_training_loader(loader, with_prefetcher)
-        uncount_cut_epoch(self._trainer)
+            return super()._wrap_training_loader(loader, trainer, with_prefetcher)
+        uncount_cut_epoch(trainer)
         return self.fit.deal(loader, self, with_prefetcher)

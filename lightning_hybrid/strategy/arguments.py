@@ -163,7 +163,8 @@ def describe_options(options: StrategyOptions, plugin: Any, *, num_nodes: int) -
     """Return the features that a user turned on, and the precision, for the line at start.
 
     >>> plugin = type("Plugin", (), {"precision": "16-true"})()
-    >>> options = StrategyOptions.parse({}, argument_names=(), between_nodes=Mean(dtype="int8", error_feedback=True))
+    >>> from lightning_hybrid import Mean
+    >>> options = StrategyOptions.parse({}, argument_names=(), between_nodes=Mean("int8", error_feedback=True))
     >>> describe_options(options, plugin, num_nodes=2)
     '8 bits between nodes, error feedback; fp16 on fp32 masters'
     """

@@ -108,22 +108,22 @@ class TrainingLoaders:
         lightning_function("fabric.utilities.data._auto_add_worker_init_fn")(loader, trainer.global_rank)
         if not is_of_training:
             return with_prefetcher(loader)
-        return self._wrap_training_loader(loader, with_prefetcher)
+        return self._wrap_training_loader(loader, trainer, with_prefetcher)
 
     def _resumes_by_counters(self) -> bool:
         """Return whether a loader of `data` takes its place from the trainer's counters."""
         return True
 
-    def _wrap_training_loader(self, loader: Any, with_prefetcher: Callable[..., Any]) -> Any:
+    def _wrap_training_loader(self, loader: Any, trainer: Any, with_prefetcher: Callable[..., Any]) -> Any:
         """Return a training loader that resumes exactly if it can, with a prefetcher around it."""
         from lightning_hybrid.data.batch_counters import uncount_cut_epoch
         from lightning_hybrid.data.exact_loader import can_be_exact, exact
         from lightning_hybrid.data.place import IteratorsOfTraining
 
         if self.is_on and can_be_exact(loader):
-            uncount_cut_epoch(self._trainer)
+            uncount_cut_epoch(trainer)
             loader = exact(loader, self)
-        loader = with_prefetcher(loader, IteratorsOfTraining(self._trainer))
+        loader = with_prefetcher(loader, IteratorsOfTraining(trainer))
         if not self._has_started:
             self._processed.append(loader)
         return loader

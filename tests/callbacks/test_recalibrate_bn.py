@@ -156,7 +156,7 @@ def test_layers_in_evaluation_mode_while_the_module_trains_keep_their_statistics
         assert means == found[0][0]
         assert modes == [False, True]
     assert [len(text) for *_, text in found] == [1, 0]
-    assert found[0][2][0].startswith("`callbacks=recalibrate_bn`: `net.1` keep their statistics")
+    assert found[0][2][0].startswith("`RecalibrateBatchNorm`: `net.1` keep their statistics")
 
 
 def with_and_without(num_workers, precision, has_generator=True):

@@ -222,7 +222,7 @@ class Injector:
         """Let happen what happens between two steps; the others wait until they know."""
         self._num_shards_begun = 0
         self._end_step_of_a_loss_soon(step - 1)
-        self._view_before = self.strategy._comm.elastic_fit._views.groups.number
+        self._view_before = self.strategy._fit._views.groups.number
         for event in self.events_at(step):
             if isinstance(event, Loss) and event.when != "before":
                 if event.when == "soon" and event.host == self.host:
@@ -248,7 +248,7 @@ class Injector:
                 continue
             if event.host == self.host:
                 time.sleep(WAIT_LIMIT_S)  # until it dies
-            of_run = self.strategy._comm.elastic_fit._views
+            of_run = self.strategy._fit._views
             if of_run.groups.number == self._view_before:
                 self.wait_for_end_of_view()
 
@@ -275,7 +275,7 @@ class Injector:
                 self.wait_for_end_of_view()
 
     def wait_for_end_of_view(self) -> None:
-        of_run = self.strategy._comm.elastic_fit._views
+        of_run = self.strategy._fit._views
         wait_for(lambda: bool(of_run.ended))
 
 

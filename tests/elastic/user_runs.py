@@ -59,7 +59,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.images_read.append(batch[0].tolist())
-        self.shards_then.append(list(self.trainer.strategy._comm.elastic_fit._shards) if self.is_elastic else [0])
+        self.shards_then.append(list(self.trainer.strategy._fit._shards) if self.is_elastic else [0])
         loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -126,7 +126,7 @@ class _Notes(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         values = [parameter.detach().numpy().tobytes() for parameter in module.parameters()]
         digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
-        views = trainer.strategy._comm.elastic_fit._views
+        views = trainer.strategy._fit._views
         self.note(
             event="step",
             step=trainer.global_step - 1,

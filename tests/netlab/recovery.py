@@ -133,7 +133,7 @@ def _train(host: str, local: int, options: dict[str, Any], folder: Path, part: d
             rate, loss = trainer.optimizers[0].param_groups[0]["lr"], float(trainer.callback_metrics["loss_step"])
             values.append(repr((rate, loss)).encode())
             digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
-            views = strategy._comm.elastic_fit._views
+            views = strategy._fit._views
             hosts, view = views.topology.num_nodes, views.groups.number
             note(event="step", step=trainer.global_step - 1, digest=digest, hosts=hosts, view=view)
             if trainer.global_step == part["end"] and "to" in part:  # at the end of the fit the module has the average

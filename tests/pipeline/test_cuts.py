@@ -41,7 +41,7 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage_nor_more_even_others(data, 
     fitting = [cuts for cuts in all_cuts(num_blocks, num_stages) if is_within(cuts, bytes_, kept, alive, most_bytes)]
     if not fitting:
         with pytest.raises(
-            ValueError, match=r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=true"
+            ValueError, match=r"`most_bytes` \(=\d+\) must be \d+ or more.*checkpoint_activations=True"
         ) as error:
             balanced_cuts(seconds, bytes_, num_stages, **more)
         least = float(str(error.value).split("must be ")[1].split(" or more")[0])

@@ -194,4 +194,4 @@ def test_the_registry_lists_no_name_that_is_no_strategy():
     names = StrategyRegistry.available_strategies()
     assert "hybrid_allreduce" in names
     assert "ddp" in names
-    assert {name.split("_")[1] for name in names if name.startswith("hybrid")} == {"allreduce", "pipeline"}
+    assert {name.split("_")[1] for name in names if name.startswith("hybrid")} == {"allreduce", "elastic", "pipeline"}

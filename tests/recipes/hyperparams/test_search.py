@@ -282,5 +282,6 @@ def test_a_search_without_optuna_ends_with_the_line_that_installs_it(monkeypatch
     with pytest.raises(usage.UsageError):
         usage.refuse_missing_extras("search")
     assert capsys.readouterr().err.splitlines() == [
-        "error: `search` needs optuna, which is not installed: pip install 'lightning-hybrid[recipes,report,search]'"
+        "error: `python recipes/search.py` needs packages that are not installed (optuna). Install them with: "
+        "pip install 'lightning-hybrid[recipes,report,search]'"
     ]

@@ -173,7 +173,7 @@ class LooksLate(Sizes):
 
 def test_who_begins_to_look_at_gradients_within_a_step_is_refused(two_ranks):
     """They are averaged for their owners alone by then, and others would see a rank's own."""
-    comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024, tune="off")
+    comm = Comm(algorithm="two_level", bucket_bytes=64 * 1024)
     scene = {"module": partial(LooksLate, lars), "comm": comm, "raises": True}
     for seen in fit(two_ranks, lars, **scene):
         assert "has averaged the gradients of this step for their owners alone" in seen.error, seen.error
