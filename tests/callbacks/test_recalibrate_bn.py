@@ -144,7 +144,7 @@ def frozen():
         trainer.fit(module, toy.loader(), toy.loader())
     norms = [module.net[1], module.net[3]]
     means = [layer.running_mean.tolist() for layer in norms]
-    text = [str(each.message) for each in caught if "recalibrate_bn" in str(each.message)]
+    text = [str(each.message) for each in caught if "RecalibrateBatchNorm" in str(each.message)]
     return means, [layer.training for layer in norms], text
 
 

@@ -66,7 +66,7 @@ class Net(pl.LightningModule):
 
     @property
     def is_elastic(self) -> bool:
-        return getattr(self.trainer.strategy._comm, "elastic_fit", None) is not None
+        return getattr(self.trainer.strategy, "_fit", None) is not None
 
     def images_of_shards(self) -> dict[int, list[int]]:
         """Return the images of the last attempt of a step, by shard."""
