@@ -167,6 +167,7 @@ class FitPool:
         process.join()
         self._processes.discard(process)
         if error:
+            self._is_stopped = True  # before this thread takes the next task: the error ends the study
             raise FitError(error)
         return result
 

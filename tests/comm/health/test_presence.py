@@ -196,7 +196,7 @@ def host_in_a_sync():
                 engine.submit(torch.ones(8), bucket_index=0, is_last=True)
                 assert freed.wait(40), "the host still waits for its device"
             else:
-                engine.submit(torch.ones(8), bucket_index=0, finish=lambda flat: flat.view(3))
+                engine.submit(torch.ones(8), bucket_index=0, is_last=True, finish=lambda flat: flat.view(3))
             engine.submit(torch.ones(8), bucket_index=0)
         except RuntimeError as error:
             text = str(error)

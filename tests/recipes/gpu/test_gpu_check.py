@@ -87,7 +87,9 @@ def test_what_the_total_time_leaves_out_or_cuts_is_skipped_and_a_check_over_its_
         found = run_all([check("hangs", limit_s=limit_s)], tmp_path, limit_s=total_s)["hangs"]
         assert found.status == status
         assert (found.message == "no time left: give more `minutes`") is (status == "SKIP")
-        assert found.seconds >= min(limit_s, total_s)
+        # What was cut has the time that starting the processes has left.
+        assert found.seconds <= min(limit_s, total_s) + 30
+        assert status == "SKIP" or found.seconds >= limit_s
 
 
 def finishes_late(given):
