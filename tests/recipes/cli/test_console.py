@@ -120,9 +120,7 @@ def test_a_core_install_says_which_extras_a_command_lacks(words, tmp_path):
     done = subprocess.run(command, env=there, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: `python -m lightning_hybrid {words[0]}` needs packages")
-    assert done.stderr.endswith(
-        "(hydra-core, omegaconf). Install them with: pip install 'lightning-hybrid[recipes]'\n"
-    )
+    assert done.stderr.endswith("(hydra-core, omegaconf). Install them with: pip install 'lightning-hybrid[recipes]'\n")
 
 
 @pytest.mark.parametrize("name", ["sklearn", "matplotlib"])
