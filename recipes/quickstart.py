@@ -41,6 +41,7 @@ def train(folder, kill_at_step=None):
     callbacks = [pl.callbacks.ModelCheckpoint(folder, save_last=True), TrainingMetrics(), RunReport(folder)]
     two = {"accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu", "devices": 2}
     rest = {"max_epochs": 6, "callbacks": callbacks, "logger": False, "enable_model_summary": False}
+    rest["log_every_n_steps"] = 5  # points of the curves in the report
     # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
     trainer = pl.Trainer(strategy="hybrid_allreduce_fork", precision="16-true", **two, **rest)
     trainer.fit(module, DataLoader(data, 64, shuffle=True), ckpt_path="last" if os.path.isdir(folder) else None)
@@ -54,10 +55,10 @@ if __name__ == "__main__":
     undisturbed = train(f"{runs}/undisturbed")
     print("2/3 the same again: process 1 is killed at step 50")
     try:
-        train(f"{runs}/killed", kill_at_step=50)
+        train(f"{runs}/killed_and_resumed", kill_at_step=50)
     except Exception as error:
         print(error)
     print("3/3 the same line once more: it goes on from the last checkpoint")
-    resumed = train(f"{runs}/killed")
+    resumed = train(f"{runs}/killed_and_resumed")
     print("same bits:", all(torch.equal(resumed[name], undisturbed[name]) for name in resumed))
-    print(f"report: {runs}/killed/run.html")
+    print(f"report: {runs}/killed_and_resumed/run.html")
