@@ -40,15 +40,9 @@ def train(folder, kill_at_step=None):
     module = Classifier(kill_at_step)
     callbacks = [pl.callbacks.ModelCheckpoint(folder, save_last=True), TrainingMetrics(), RunReport(folder)]
     two = {"accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu", "devices": 2}
-    rest = {
-        "max_epochs": 6,
-        "log_every_n_steps": 5,
-        "callbacks": callbacks,
-        "logger": False,
-        "enable_model_summary": False,
-    }
+    rest = {"max_epochs": 6, "callbacks": callbacks, "logger": False, "enable_model_summary": False}
     # "_fork" because this script fits three times; usually it is "hybrid_allreduce".
-    trainer = pl.Trainer(strategy="hybrid_allreduce_fork", precision="16-true", **two, **rest)
+    trainer = pl.Trainer(strategy="hybrid_allreduce_fork", precision="16-true", log_every_n_steps=5, **two, **rest)
     trainer.fit(module, DataLoader(data, 64, shuffle=True), ckpt_path="last" if os.path.isdir(folder) else None)
     return module.state_dict()
 
