@@ -16,7 +16,19 @@ from lightning_hybrid.checks import plain_value, require_whole
 
 
 class HostCountedAverage(AveragedModel):
-    """Average whose number of updates is on the host: torch's asks the device for it twice in each update."""
+    """Average whose number of updates is on the host: torch's asks the device for it twice in each update.
+
+    Args:
+        averaged: torch's average, whose copy of the module is taken over.
+    """
+
+    def __init__(self, averaged: AveragedModel) -> None:
+        nn.Module.__init__(self)  # and not torch's constructor, which would copy the module once more
+        self.module = averaged.module
+        self.avg_fn = averaged.avg_fn
+        self.multi_avg_fn = averaged.multi_avg_fn
+        self.use_buffers = averaged.use_buffers
+        self.register_buffer("n_averaged", torch.zeros((), dtype=torch.long))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -85,11 +97,8 @@ class MasterWeightAveraging(EMAWeightAveraging):
             self._device = device_of_user
         if stage == "fit":
             self._is_handed_over = False
-            average = self._average_model
-            assert average is not None
-            # Lightning makes one of torch's.
-            average.__class__ = HostCountedAverage
-            average.n_averaged = torch.zeros((), dtype=torch.long)
+            assert self._average_model is not None
+            self._average_model = HostCountedAverage(self._average_model)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average."""

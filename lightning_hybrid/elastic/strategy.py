@@ -83,8 +83,8 @@ class HybridElastic(HybridAllReduce):
         self._held_loggers: HeldLoggers | None = None
         # Whether this rank is the first of all hosts, also after the fit. None before there is one.
         self._is_first: bool | None = None
-        # The hosts share buffers at the end of a step, in `ElasticFit`.
-        options.pop("broadcast_buffers", None)
+        _refuse_own_buffers(options)
+        # DDP's ranks are those of one host. All hosts share buffers at the end of a step, in `ElasticFit`.
         super().__init__(**{**options, _buffer_option(): False})
         refuse_excluded(self._options.features(), rows=EXCLUDED_BY_ELASTIC, cures=CURES_OF_ELASTIC)
 
@@ -241,6 +241,20 @@ def _value_or_variable(value: Any, variable: str) -> Any:
     if value is not None:
         return value
     return os.environ.get(variable)
+
+
+def _refuse_own_buffers(options: dict[str, Any]) -> None:
+    """Take options that say whether ranks share buffers, which they always do, out of a strategy's options.
+
+    Raises:
+        ValueError: they are not to be shared.
+    """
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        if not options.pop(name, True):
+            raise ValueError(
+                f"`{name}` (=False) cannot be combined with strategy={ELASTIC_NAME!r}: a host that joins takes the "
+                f"buffers of the others, so all ranks have the same. Leave `{name}` out."
+            )
 
 
 def _buffer_option() -> str:

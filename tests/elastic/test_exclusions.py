@@ -83,6 +83,13 @@ def test_a_plain_run_is_accepted():
     HybridElasticStrategy(**HOSTS, shard_update="node", find_unused_parameters=False)
 
 
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_of_each_ranks_own_are_refused(name):
+    with pytest.raises(ValueError, match=rf"`{name}` \(=False\) cannot be combined"):
+        HybridElasticStrategy(**HOSTS, **{name: False})
+    HybridElasticStrategy(**HOSTS, **{name: True})
+
+
 def test_the_page_names_all_that_is_excluded():
     page = (ROOT / "lightning_hybrid" / "elastic" / "README.md").read_text()
     paragraph = page.partition("## What it excludes\n")[2].partition("\n## ")[0]

@@ -123,6 +123,10 @@ class _Notes(pl.Callback):
         module.images_read.clear()
         module.shards_then.clear()
 
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        # Before any sum: a host that is killed after a sum has no row of the step.
+        self.note(event="read", step=trainer.global_step, read=module.images_read[-1])
+
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         values = [parameter.detach().numpy().tobytes() for parameter in module.parameters()]
         digest = hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
@@ -302,6 +306,10 @@ class UserHosts(recovery.Hosts):
         for step, shards in sorted(of_shards.items()):
             images_of_steps[step] = sorted(image for images in shards.values() for image in images)
         return images_of_steps
+
+    def batches_of_step(self, step: int) -> list[list[int]]:
+        """Return the batches that ranks have read for a step, also those of hosts that were killed within it."""
+        return [sorted(row["read"]) for row in self.events("read") if row["step"] == step]
 
     def digests(self) -> dict[int, set[str]]:
         """Return the digests of the weights after each step."""

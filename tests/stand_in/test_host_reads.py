@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.optim.swa_utils import get_ema_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.callbacks.ema import HostCountedAverage
@@ -57,7 +57,7 @@ class Count(int):
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_an_average_of_weights_makes_the_host_wait_for_nothing(use_buffers):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    average = HostCountedAverage(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers)
+    average = HostCountedAverage(AveragedModel(module, avg_fn=get_ema_avg_fn(0.9), use_buffers=use_buffers))
     del average.n_averaged
     average.n_averaged = Count(0)
     with on_fake_cuda() as copies:

@@ -74,12 +74,12 @@ def schedule_tasks(
         fitting = num_ranks * (num_microbatches // num_ranks + 1)
         raise ValueError(
             f"`num_microbatches` (={num_microbatches}) must be a multiple of a pipeline's ranks ({num_ranks}): the "
-            f"interleaved schedule goes round by so many. Set strategy.num_microbatches={fitting}."
+            f"interleaved schedule goes round by so many. Write num_microbatches={fitting}."
         )
     if schedule != "interleaved" and stages_per_rank > 1:
         raise ValueError(
             f"`stages_per_rank` (={stages_per_rank}) must be 1 with schedule={schedule!r}: several stages on a rank "
-            "take turns only in the interleaved schedule. Set strategy.schedule=interleaved."
+            "take turns only in the interleaved schedule. Write schedule='interleaved'."
         )
     return [_tasks_of_rank(schedule, rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)]
 

@@ -94,7 +94,7 @@ def test_an_order_that_cannot_go_on_is_refused():
     ("call", "words"),
     [
         (("pipedream", 2, 4, 1), r"`schedule` \(='pipedream'\) must be one of 'gpipe', '1f1b', 'interleaved'"),
-        (("interleaved", 4, 6, 2), r"`num_microbatches` \(=6\) must be a multiple .* strategy\.num_microbatches=8"),
+        (("interleaved", 4, 6, 2), r"`num_microbatches` \(=6\) must be a multiple .* Write num_microbatches=8"),
         (("1f1b", 4, 6, 2), r"`stages_per_rank` \(=2\) must be 1 with schedule='1f1b'"),
         (("gpipe", 2, 0, 1), r"`num_microbatches` \(=0\) must be a whole number"),
     ],
