@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class HybridElastic(HybridAllReduce):
     """
 
     registered_name = ELASTIC_NAME
-    _kind = "elastic"
+    _strategy_features = MappingProxyType({"elastic": f"`strategy` (={ELASTIC_NAME!r})"})
     _loaders_type = ElasticLoaders
     _loaders: ElasticLoaders
     saves_residuals = False  # a host that joins begins with zeros

@@ -105,7 +105,7 @@ class FabricHybridAllReduce(_Base):
         self._options = StrategyOptions.parse(
             ddp_kwargs,
             argument_names=inspect.signature(FabricHybridAllReduce).parameters,
-            kind="Fabric",
+            strategy_features={"Fabric": "Fabric's strategy"},
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ class HybridPipeline(DataRanksMixin):
     """
 
     registered_name = PIPELINE_NAME
-    _kind = "pipeline"
+    _strategy_features = MappingProxyType({"pipeline": "a pipeline"})
     _watchdog_type = PipelineWatchdog
 
     def __init__(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -45,7 +46,7 @@ from lightning_hybrid.strategy.options import BetweenNodes, Comm, Mean, Report
 from lightning_hybrid.strategy.registration import STRATEGY_NAME, register_names
 from lightning_hybrid.strategy.rendezvous import connect_ranks, refuse_launch, start_method_from, timeout_from
 from lightning_hybrid.strategy.setup_watchdog import SetupWatchdog
-from lightning_hybrid.strategy.strategy_options import StrategyKind, StrategyOptions
+from lightning_hybrid.strategy.strategy_options import StrategyOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -87,7 +88,9 @@ class HybridAllReduce(_Base):
     """
 
     registered_name = STRATEGY_NAME
-    _kind: StrategyKind = "data parallel"
+    _strategy_features: Mapping[str, str] = MappingProxyType({})
+    """Features of the strategy itself, by the names of `compatibility.CURES`, with texts for errors."""
+
     _watchdog_type: type[SetupWatchdog] = SetupWatchdog
     _loaders_type: type[TrainingLoaders] = TrainingLoaders
     saves_residuals = True
@@ -121,8 +124,9 @@ class HybridAllReduce(_Base):
         # class (LightningCLI) would pass all defaults of DDP.
         self._options = StrategyOptions.parse(
             ddp_kwargs,
-            argument_names=inspect.signature(HybridAllReduce).parameters,
-            kind=self._kind,
+            argument_names=_argument_names(type(self)),
+            strategy_name=self.registered_name,
+            strategy_features=self._strategy_features,
             between_nodes=between_nodes,
             comm=comm,
             ranks_per_node=ranks_per_node,
@@ -503,3 +507,16 @@ class HybridAllReduce(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name and the variants that `ddp` has."""
         register_names(strategy_registry, cls, cls.registered_name)
+
+
+def _argument_names(strategy_type: type[HybridAllReduce]) -> list[str]:
+    """Return the arguments of a strategy: its own, and those of the classes from which it derives, up to this one."""
+    names: list[str] = []
+    for base in strategy_type.__mro__:
+        if not issubclass(base, HybridAllReduce) or "__init__" not in vars(base):
+            continue
+        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+            is_named = parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != "self"
+            if is_named and parameter.name not in names:
+                names.append(parameter.name)
+    return names

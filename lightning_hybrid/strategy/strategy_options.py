@@ -30,15 +30,8 @@ from lightning_hybrid.strategy.options import (
 )
 from lightning_hybrid.strategy.registration import STRATEGY_NAME
 
-StrategyKind = Literal["data parallel", "elastic", "pipeline", "Fabric"]
 ShardUpdate = Literal["off", "node", "world"]
 ExtensionFactory = Callable[[FitContext], FitExtension]
-
-_NAMES_OF_KINDS: dict[StrategyKind, str] = {
-    "elastic": "`strategy` (='hybrid_elastic')",
-    "pipeline": "a pipeline",
-    "Fabric": "Fabric's strategy",
-}
 
 _HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _OPTIONS_OF_THE_STRATEGY = (
@@ -56,7 +49,7 @@ class StrategyOptions:
     """Validated options of a strategy. Make them with `parse`.
 
     Attributes:
-        kind: The strategy that has the options. Some exclude options.
+        strategy_features: Features that the strategy itself has, as in `features`.
         between_nodes: The exchange between nodes.
         comm: The options of communication.
         plan: The plan that `comm` gives, until a planner is asked.
@@ -68,7 +61,7 @@ class StrategyOptions:
         ddp_options: Keyword arguments for `DistributedDataParallel`.
     """
 
-    kind: StrategyKind
+    strategy_features: Mapping[str, str]
     between_nodes: BetweenNodes
     comm: Comm
     plan: CommPlan
@@ -85,7 +78,8 @@ class StrategyOptions:
         ddp_kwargs: Mapping[str, Any],
         *,
         argument_names: Iterable[str],
-        kind: StrategyKind = "data parallel",
+        strategy_name: str = STRATEGY_NAME,
+        strategy_features: Mapping[str, str] | None = None,
         between_nodes: BetweenNodes = Mean(),  # noqa: B008  frozen
         comm: Comm = Comm(),  # noqa: B008
         ranks_per_node: int | None = None,
@@ -99,7 +93,8 @@ class StrategyOptions:
         Args:
             ddp_kwargs: The keyword arguments that the strategy does not know.
             argument_names: The arguments of the strategy, for suggestions in errors.
-            kind: The strategy.
+            strategy_name: The name of the strategy, for errors.
+            strategy_features: Features that the strategy itself has, which some options exclude.
             between_nodes: As in `HybridAllReduceStrategy`.
             comm: As in `HybridAllReduceStrategy`.
             ranks_per_node: As in `HybridAllReduceStrategy`.
@@ -111,7 +106,7 @@ class StrategyOptions:
         Raises:
             ValueError: An option does not exist, has a value that cannot work, or excludes another one.
         """
-        refuse_unknown_options(ddp_kwargs, argument_names)
+        refuse_unknown_options(ddp_kwargs, argument_names, strategy_name)
         require_value("between_nodes", between_nodes, (Mean, Adasum, LocalSteps), "Mean(dtype='int8')")
         require_value("comm", comm, (Comm,), "Comm(algorithm='flat')")
         require_value("report", report, (Report,), "Report(trace_dir='traces')")
@@ -126,7 +121,7 @@ class StrategyOptions:
             parsed_scale = loss_scale_from(loss_scale)
 
         options = cls(
-            kind=kind,
+            strategy_features=dict(strategy_features or {}),
             between_nodes=between_nodes,
             comm=comm,
             plan=plan,
@@ -196,9 +191,7 @@ class StrategyOptions:
             features["extensions"] = f"`extensions` (={list(self.extensions)!r:.80})"
         if self.ranks_per_node is not None:
             features["ranks per node"] = f"`ranks_per_node` (={self.ranks_per_node})"
-        if self.kind in _NAMES_OF_KINDS:
-            features[self.kind] = _NAMES_OF_KINDS[self.kind]
-        return features
+        return features | dict(self.strategy_features)
 
 
 def _with_bucket_cap(comm: Comm, bucket_cap_mb: Any) -> Comm:
@@ -245,12 +238,15 @@ def _parse_extensions(extensions: Any) -> tuple[ExtensionFactory, ...]:
     return factories
 
 
-def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str]) -> None:
+def refuse_unknown_options(
+    ddp_kwargs: Mapping[str, Any], argument_names: Iterable[str], strategy_name: str = STRATEGY_NAME
+) -> None:
     """Check that every name is an argument of `DistributedDataParallel` and free for the user to set.
 
     Args:
         ddp_kwargs: The arguments to check.
         argument_names: The arguments of the strategy, for suggestions.
+        strategy_name: The name of the strategy.
 
     Raises:
         ValueError: One is not. The error names the option that is most similar.
@@ -263,7 +259,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterab
             if value is None:  # Lightning's own default
                 continue
             raise ValueError(
-                f"`{name}` (={value!r}) cannot be combined with strategy={STRATEGY_NAME!r}: it is the communication "
+                f"`{name}` (={value!r}) cannot be combined with strategy={strategy_name!r}: it is the communication "
                 "hook. In place of fp16_compress_hook give comm=Comm(dtype='float16'), in place of bf16_compress_hook "
                 "comm=Comm(dtype='bfloat16'), in place of averages of models between_nodes=LocalSteps(every=8); for "
                 "another hook, such as PowerSGD, use strategy='ddp'."
@@ -273,7 +269,7 @@ def refuse_unknown_options(ddp_kwargs: Mapping[str, Any], argument_names: Iterab
         if name not in ddp_names:
             suggestion = _suggestion(name, [*own_names, *ddp_names])
             raise ValueError(
-                f"`{name}` (={value!r}) is not an option of strategy={STRATEGY_NAME!r} nor of DistributedDataParallel."
+                f"`{name}` (={value!r}) is not an option of strategy={strategy_name!r} nor of DistributedDataParallel."
                 f"{suggestion} Options: {', '.join(own_names)}."
             )
 

@@ -90,6 +90,13 @@ def test_buffers_of_each_ranks_own_are_refused(name):
     HybridElasticStrategy(**HOSTS, **{name: True})
 
 
+def test_a_misspelt_option_is_answered_with_the_strategys_own():
+    with pytest.raises(ValueError, match=r"option of strategy='hybrid_elastic' .* Did you mean `silent_s`\?"):
+        HybridElasticStrategy(**HOSTS, silent=3)
+    with pytest.raises(ValueError, match=r"Did you mean `ranks_per_node`\?"):
+        HybridElasticStrategy(**HOSTS, rank_per_node=2)
+
+
 def test_the_page_names_all_that_is_excluded():
     page = (ROOT / "lightning_hybrid" / "elastic" / "README.md").read_text()
     paragraph = page.partition("## What it excludes\n")[2].partition("\n## ")[0]
