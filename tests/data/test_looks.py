@@ -1,5 +1,7 @@
 """A look at the training loader by user code gets a plain pass, and training reads what it reads without the look."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice
@@ -395,3 +397,14 @@ def test_a_sampler_that_shuffles_its_own_list_keeps_its_order_under_looks():
         return module.images
 
     assert fit(at(**dict.fromkeys(HOOKS, look))) == fit()
+
+
+def test_a_trainer_can_be_pickled_and_copied_after_its_fit():
+    """As `torch.save(module)` does where the module has a reference to the trainer."""
+    trainer = toy.trainer(strategy=HybridAllReduceStrategy(), max_epochs=1)
+    trainer.fit(toy.Toy(), toy.loader())
+    unpickled = pickle.loads(pickle.dumps(trainer))
+    copied = copy.deepcopy(trainer)
+    images = [batch[0].tolist() for batch in trainer.train_dataloader]
+    assert [batch[0].tolist() for batch in copied.train_dataloader] == images
+    assert unpickled.global_step == trainer.global_step
