@@ -4,20 +4,24 @@ import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_hybrid import HybridElasticStrategy
 from lightning_hybrid.comm import Topology
 from lightning_hybrid.data.place import Place
 from lightning_hybrid.data.shard_loader import ShardLoader, shards_of
 from lightning_hybrid.elastic import held_loggers
+from lightning_hybrid.elastic.elastic_fit import ElasticFit
 from lightning_hybrid.elastic.flat_buckets import BufferCopy, flat_buckets
 from lightning_hybrid.elastic.step_logs import metrics_of
 from lightning_hybrid.precision.loss_scale import DynamicLossScale
@@ -91,8 +95,6 @@ def test_shards_of_a_lost_host_are_read_from_the_step_on_in_which_it_was_lost(ma
 
 
 def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
-    from lightning_hybrid.elastic.elastic_fit import ElasticFit
-
     fit = ElasticFit.__new__(ElasticFit)
     fit._loader, fit._shards = None, [2]  # hosts have met before Lightning asks
     loader = fit.deal(own_loader(), Reads(), lambda one: one)
@@ -101,8 +103,6 @@ def test_a_rank_reads_its_own_shard_alone_from_the_first_step_on() -> None:
 
 
 def test_a_step_without_a_loss_is_refused_before_others_wait_for_it() -> None:
-    from lightning_hybrid.elastic.elastic_fit import ElasticFit
-
     fit = ElasticFit.__new__(ElasticFit)
     fit._runs_shard, fit._loader, fit._shards = False, None, []
     assert fit.training_step(lambda batch: batch, 3) == 3
@@ -385,8 +385,6 @@ def test_a_loss_scale_that_has_made_no_step_goes_on_alike_on_the_host_that_takes
 def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     max_steps: int, max_epochs: int | None, is_over: bool
 ) -> None:
-    from lightning_hybrid.elastic.elastic_fit import ElasticFit
-
     progress = SimpleNamespace(current=SimpleNamespace(processed=2))
     loop = SimpleNamespace(max_steps=max_steps, max_epochs=max_epochs, epoch_progress=progress)
     trainer = SimpleNamespace(should_stop=True, global_step=10, fit_loop=loop)
@@ -396,3 +394,22 @@ def test_a_fit_that_is_over_asks_no_host_that_may_have_left(
     fit._strategy = SimpleNamespace(lightning_module=SimpleNamespace(trainer=trainer))
     fit._stop_with_others()
     assert (not asked) == is_over
+
+
+def test_within_a_step_what_is_logged_is_not_reduced_as_ranks_may_have_unequal_numbers_of_shards() -> None:
+    strategy = HybridElasticStrategy(max_hosts=2, meet="127.0.0.1:29400")
+    strategy._fit = SimpleNamespace(is_in_step=True)
+    logged = torch.ones(1)
+    with patch.object(DDPStrategy, "reduce", side_effect=AssertionError("a collective")):
+        assert strategy.reduce(logged) is logged
+        strategy._fit.is_in_step = False
+        with pytest.raises(AssertionError, match="a collective"):
+            strategy.reduce(logged)
+
+
+def test_within_a_step_no_hook_gathers_over_the_host() -> None:
+    strategy = HybridElasticStrategy(max_hosts=2, meet="127.0.0.1:29400")
+    strategy._fit = ElasticFit.__new__(ElasticFit)
+    strategy._fit._logs = SimpleNamespace()
+    with pytest.raises(RuntimeError, match=r"`all_gather` cannot be called in `training_step`"):
+        strategy.all_gather(torch.ones(1))

@@ -31,6 +31,9 @@ def test_a_host_that_joins_in_mid_epoch_reads_its_shard_from_there(tmp_path: Pat
     reference = undisturbed(tmp_path / "reference", scene)
     assert run.images_of_steps() == wanted_images(scene, 40)
     assert run.digests() == reference.digests()
+    num_writers = run.num_writers_of_steps()
+    assert len(num_writers) > 10
+    assert set(num_writers.values()) == {1}, num_writers
 
 
 @pytest.mark.slow

@@ -139,6 +139,7 @@ class _Notes(pl.Callback):
             view=views.groups.number,
             images=module.images_of_shards(),
             epoch=trainer.current_epoch,
+            is_writer=trainer.is_global_zero,
         )
         time.sleep(self.scene.pause_s)
         is_held = trainer.global_step - 1 in self.scene.hold_after
@@ -306,6 +307,14 @@ class UserHosts(recovery.Hosts):
         for step, shards in sorted(of_shards.items()):
             images_of_steps[step] = sorted(image for images in shards.values() for image in images)
         return images_of_steps
+
+    def num_writers_of_steps(self) -> dict[int, int]:
+        """Return how many ranks would have written a checkpoint after each step that two hosts made."""
+        num_writers: dict[int, int] = {}
+        for row in self.events("step"):
+            if row["hosts"] == 2:
+                num_writers[row["step"]] = num_writers.get(row["step"], 0) + row["is_writer"]
+        return num_writers
 
     def batches_of_step(self, step: int) -> list[list[int]]:
         """Return the batches that ranks have read for a step, also those of hosts that were killed within it."""
