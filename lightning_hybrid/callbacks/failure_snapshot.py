@@ -68,7 +68,8 @@ def describe_batch(batch: Any) -> tuple[str, bool]:
     >>> print(words, is_bad)
     [0] float32 [2, 1]: 1 of 2 values not finite, in samples 1; [1] int64 [2]: from 3 to 12 True
     """
-    parts, is_bad = [], False
+    parts = []
+    is_bad = False
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             continue

@@ -24,7 +24,8 @@ from lightning_hybrid.precision.window import NORMALISATION_TYPES, is_reparametr
 SUBNORMAL, NORMAL, END = -24, -14, 16  # the smallest values are 2^-24, of 11 bits 2^-14; from 2^16 on they are inf
 LEAST, MOST, LARGEST_SCALE = -50, 40, 24  # exponents of the counts, and that of the largest loss scale
 # Shares that need no remedy; our choice: of normally distributed weights of 0.02 they are 2e-6 and 0.002.
-MOST_LOST, MOST_SUBNORMAL = 0.01, 0.1
+MOST_LOST = 0.01
+MOST_SUBNORMAL = 0.1
 
 NORMALISE = "a normalisation layer before it, which computes in fp32, or precision='bf16-true'"
 ABOVE = {

@@ -88,7 +88,9 @@ class NumericsMonitor(Callback):
         self._bad = torch.full((NUM_SAVED, 2), -1, dtype=torch.int64, device=device)
         self._places = torch.arange(NUM_SAVED, device=device).unsqueeze(1)
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
-        self._last_step, self._num_reported, self._floor_since = trainer.global_step, 0, -1
+        self._last_step = trainer.global_step
+        self._num_reported = 0
+        self._floor_since = -1
         self._history: list[tuple[int, float]] = []
         self._num_zero: dict[str, int] = {}
         self._on_others: str = ""
@@ -237,7 +239,8 @@ class NumericsMonitor(Callback):
         if self._batch is None or not isinstance(exception, Exception):
             self._forget()
             return
-        (batch, batch_idx), probes = self._batch, self._probes
+        (batch, batch_idx) = self._batch
+        probes = self._probes
         self._forget()
         # These say all there is to say, and another rank's failure has no cause in this rank's batch.
         if isinstance(exception, NonFiniteLossError) or failed_wait(exception) is not None:

@@ -93,7 +93,8 @@ class ReplicaCheck(Callback):
             self._check(trainer)
 
     def _check(self, trainer: pl.Trainer) -> None:
-        before, self._checked_step = self._checked_step, trainer.global_step
+        before = self._checked_step
+        self._checked_step = trainer.global_step
         status = run_status(trainer)
         if status.gather_over_hosts is not None:
             self._check_over_hosts(trainer, status.gather_over_hosts, equal_at=before)
@@ -101,7 +102,8 @@ class ReplicaCheck(Callback):
         if trainer.world_size < 2 or not dist.is_initialized():
             return
         assert self._fingerprint is not None
-        group, (place, num_places) = status.replica_group or status.node_group, status.place_in_node
+        group = status.replica_group or status.node_group
+        (place, num_places) = status.place_in_node
         found = {name: self._fingerprint.of(one) for name, one in tensors_of_replica(trainer)}
         parts = {name: one for name, one in found.items() if name.startswith(PART)}  # of those of one local rank
         own = {name: one for name, one in found.items() if name not in parts}  # of what all ranks have

@@ -26,7 +26,8 @@ from lightning_hybrid.checks import plain_value, require_whole
 CHECKPOINT_NAME = "stopped.ckpt"
 
 # A request to a rank: to stop, by the signal of that number, and to requeue. The largest over ranks is obeyed.
-NO, REQUEUE = 0, 1000
+NO = 0
+REQUEUE = 1000
 
 # A second Ctrl-C later than this ends the run at once. Sooner it may be torchrun's, which hands on the first.
 AT_ONCE_AFTER_S = 2.0
@@ -208,7 +209,8 @@ class StopOnSignal(Callback):
 def _forget_batches_of_a_whole_epoch(trainer: pl.Trainer) -> None:
     # Between two epochs Lightning still counts the batches of the last one. With `max_steps` it would restore them, and
     # where nothing is validated end the next epoch after one batch.
-    epochs, loop = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop
+    epochs = trainer.fit_loop.epoch_progress.total
+    loop = trainer.fit_loop.epoch_loop
     if epochs.ready == epochs.completed:
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             progress.reset_on_run()

@@ -46,7 +46,10 @@ class TimeToAccuracy(Callback):
                 f"`target` (={target}) must be above 0 and at most 1: `{monitor}` is a share and no percentage. Write "
                 "target=0.759 for 75.9 %."
             )
-        self.target, self.monitor, self.mode, self.stop = target, monitor, mode, stop
+        self.target = target
+        self.monitor = monitor
+        self.mode = mode
+        self.stop = stop
         self.reached: dict[str, float] | None = None
         self._before_s = self._validation_s = 0.0  # of fits that were interrupted; of validation in all
         self._began_s: float | None = None
@@ -57,7 +60,8 @@ class TimeToAccuracy(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the clock of the interrupted run."""
-        self._before_s, self._validation_s = state_dict["elapsed_s"], state_dict["validation_s"]
+        self._before_s = state_dict["elapsed_s"]
+        self._validation_s = state_dict["validation_s"]
         self.reached = state_dict["reached"]
 
     @property
@@ -71,7 +75,8 @@ class TimeToAccuracy(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._before_s, self._began_s = self.elapsed_s, None
+        self._before_s = self.elapsed_s
+        self._began_s = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note when validation began."""
@@ -116,7 +121,8 @@ class TimeToAccuracy(Callback):
         """
         if self.reached is None:
             return f"{self.monitor} has not reached {self.target}"
-        step, train_s = self.reached[m.TIME_TO_ACCURACY_STEP], self.reached[m.TIME_TO_ACCURACY_TRAIN_S]
+        step = self.reached[m.TIME_TO_ACCURACY_STEP]
+        train_s = self.reached[m.TIME_TO_ACCURACY_TRAIN_S]
         total_s = self.reached[m.TIME_TO_ACCURACY_TOTAL_S]
         times = f"{train_s:.1f} s of training, {total_s:.1f} s with validation"
         return f"{self.monitor} reached {self.target} after {step:.0f} steps: {times}"

@@ -95,7 +95,8 @@ class TrainingMetrics(Callback):
     ) -> None:
         """Note learning rate and momentum: at the end of the batch they are already the next one's."""
         group = trainer.optimizers[0].param_groups[0]
-        self._lr, self._momentum = group["lr"], momentum_of(group)
+        self._lr = group["lr"]
+        self._momentum = momentum_of(group)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

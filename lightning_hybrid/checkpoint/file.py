@@ -31,7 +31,8 @@ _COMMENT = b"lightning_hybrid crc32 %08x of %016x"
 _COMMENT_BYTES = len(_COMMENT % (0, 0))
 _MAGIC = _COMMENT[: _COMMENT.index(b"%")]
 # The end of an archive without a comment; its last two bytes are the length of the comment.
-_ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
+_ZIP_END = b"PK\x05\x06"
+_ZIP_END_BYTES = 22
 _BLOCK_BYTES = 1 << 22
 
 
@@ -109,7 +110,10 @@ class _ChecksumFile:
     """A file that computes the checksum of what is written to it, and holds the last two bytes back for `finish`."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.crc32, self.num_bytes, self.held = file, 0, 0, b""
+        self.file = file
+        self.crc32 = 0
+        self.num_bytes = 0
+        self.held = b""
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -135,7 +139,8 @@ class _ChecksumFile:
         self._put(memoryview(comment))
 
     def _put(self, view: memoryview) -> None:
-        self.crc32, self.num_bytes = zlib.crc32(view, self.crc32), self.num_bytes + len(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.num_bytes = self.num_bytes + len(view)
         try:
             while view:  # an unbuffered file may take a part of it
                 view = view[self.file.write(view) :]
@@ -228,10 +233,12 @@ def check_whole(path: Path) -> bool:
             if file.read(4) == b"PK\x03\x04" and not (end.startswith(_ZIP_END) and end.endswith(b"\0\0")):
                 raise DamagedCheckpointError(_damaged(path, "its end is missing or hurt"))
             return False
-        crc32, left = 0, num_bytes - _COMMENT_BYTES
+        crc32 = 0
+        left = num_bytes - _COMMENT_BYTES
         file.seek(0)
         while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
-            crc32, left = zlib.crc32(block, crc32), left - len(block)
+            crc32 = zlib.crc32(block, crc32)
+            left = left - len(block)
     if comment != _COMMENT % (crc32, num_bytes - _COMMENT_BYTES):
         raise DamagedCheckpointError(_damaged(path, "its checksum is not that of its content"))
     return True

@@ -86,7 +86,8 @@ class HookState:
         if (found := self._padded.get(bucket.index())) is None or found[0] != made_for:  # DDP makes its buckets again
             numels = [num_reals(parameter) for parameter in parameters]
             firsts = [self.blocks.first_of(parameter) for parameter in parameters]
-            dtype, device = self.comm_dtype or bucket.buffer().dtype, bucket.buffer().device
+            dtype = self.comm_dtype or bucket.buffer().dtype
+            device = bucket.buffer().device
             found = made_for, PaddedBucket(numels, firsts, dtype=dtype, device=device)
             self._padded[bucket.index()] = found
         return found[1]
@@ -104,7 +105,8 @@ def engine_and_buffer(state: HookState, bucket: dist.GradBucket) -> tuple[CommEn
         TypeError: for sparse gradients.
         RuntimeError: if the state has no engine.
     """
-    engine, buffer = state.engine, bucket.buffer()
+    engine = state.engine
+    buffer = bucket.buffer()
     if engine is None:
         raise RuntimeError(
             "this hook state was unpickled and has no engine: register the hook again, with a state built from one"

@@ -85,7 +85,8 @@ class ElasticFit:
         self._average = average
 
         def average_or_keep(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  DDP compares them
-            buffer, views = bucket.buffer(), self._views
+            buffer = bucket.buffer()
+            views = self._views
             if self._sums_apart or views is None or views.ended:
                 return _done(buffer)
             try:
@@ -116,7 +117,7 @@ class ElasticFit:
 
     @property
     def deals_loaders(self) -> bool:
-        """Whether a loader that is processed now is the one that training reads: later ones are of callbacks."""
+        """True until hosts have met: loaders that are processed later belong to callbacks, and not to training."""
         return self._views is None
 
     def status(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class ElasticFit:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is being attempted."""
+        """True while a step is being attempted."""
         return self._logs is not None
 
     @property
@@ -194,7 +195,7 @@ class ElasticFit:
             views.stop(self._use)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks of the present view, None where it ends meanwhile; see `Views.gather`."""
+        """Return the values of all ranks of the present view, or None if it ends meanwhile. See `Views.gather`."""
         return [value] if self._views is None else self._views.gather(value)
 
     def _refuse_several_loaders(self) -> None:
@@ -298,14 +299,16 @@ class ElasticFit:
             self._loader.use(self._shards)
 
     def _whole_sum(self, views: Views, closure: Callable[[], Any]) -> Any:
-        outputs, run_first = None, closure
+        outputs = None
+        run_first = closure
         self._before.take()
         self._logs = logs = self._epoch_logs.step()
         try:
             for _ in range(MOST_VIEWS):
                 if views.begin():
                     made = self._attempt(views, run_first, logs)
-                    outputs, run_first = made if run_first is closure else outputs, self._run_first
+                    outputs = made if run_first is closure else outputs
+                    run_first = self._run_first
                 if self._is_whole(views):  # also without an attempt: other ranks of this host may not know yet
                     return outputs
                 self._before.put_back()
@@ -324,7 +327,8 @@ class ElasticFit:
         return views.agrees(views.hold(), "another rank of this host has no whole sum")
 
     def _attempt(self, views: Views, run_first: Callable[[], Any], logs: StepLogs) -> Any:
-        model, shards = self._strategy.model, self._shards
+        model = self._strategy.model
+        shards = self._shards
         model.require_backward_grad_sync = len(shards) == 1
         if (coder := self._comm.engine.coder) is not None:
             coder.turn = 0  # an attempt that failed has drawn noise, too
@@ -395,7 +399,8 @@ class ElasticFit:
 
     def _run(self, batch: Any) -> None:
         # As Lightning's closure does.
-        trainer, call = self._module.trainer, lightning_function("pytorch.trainer.call._call_strategy_hook")
+        trainer = self._module.trainer
+        call = lightning_function("pytorch.trainer.call._call_strategy_hook")
         self._runs_shard = True
         try:
             output = call(trainer, "training_step", batch, *self._rest)

@@ -18,7 +18,9 @@ class FlatBucket:
     """Gradients of some parameters as one tensor, with what a DDP hook asks of a `GradBucket`."""
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
-        self._index, self._parameters, self._is_last = index, list(parameters), is_last
+        self._index = index
+        self._parameters = list(parameters)
+        self._is_last = is_last
         reals = [_real(each) for each in parameters]
         self._flat = reals[0].new_empty(sum(each.numel() for each in reals))
         parts = self._flat.split([each.numel() for each in reals])

@@ -55,7 +55,8 @@ class HeldLoggers:
 
     def _hold(self, name: str, do: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if name == "log_metrics":  # copies: a user may fill one dictionary again for each row
-            args, kwargs = tuple(map(copy, args)), {key: copy(value) for key, value in kwargs.items()}
+            args = tuple(map(copy, args))
+            kwargs = {key: copy(value) for key, value in kwargs.items()}
         call = partial(do, *args, **kwargs)
         if name == "log_metrics":
             self._rows.append((monotonic(), call))
@@ -65,7 +66,7 @@ class HeldLoggers:
             call()
 
     def meet(self, *, is_first: bool) -> None:
-        """Note that this rank is in a view; `is_first`: as the one that writes."""
+        """Note that this rank is in a view, and whether it is the first rank, which writes."""
         self._is_due |= is_first and not self._is_first
         self._was_another_first |= not is_first
         self._is_first = is_first

@@ -18,7 +18,8 @@ class HostVote:
     """
 
     def __init__(self, topology: Topology) -> None:
-        num_others, self._is_first = len(topology.node) - 1, topology.local_rank == 0
+        num_others = len(topology.node) - 1
+        self._is_first = topology.local_rank == 0
         self._others: list[Connection] = []
         if not num_others:
             return

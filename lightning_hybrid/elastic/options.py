@@ -75,7 +75,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _why_no_address(text: str) -> str:
-    """Return why a text is no address with a port; empty if it is one."""
+    """Return the reason why a text is no address with a port, or an empty string if it is one."""
     if "://" in text:
         return f"begins with {text.partition('://')[0]}://, and must be without"
     if any(character.isspace() for character in text):

@@ -1,4 +1,4 @@
-"""What a step logs, and what its metrics count, whatever hosts there are.
+"""Logged values and metrics of a step, equal for every number of hosts.
 
     sync_dist=True, states of metrics that are sums     of all shards of the step, added up over all hosts in the step;
                                                         every host then has them, and a lost one takes none away
@@ -48,12 +48,18 @@ def metrics_of(module: Any) -> list[StepMetric]:
 
 
 class EpochLogs:
-    """What an epoch has collected so far, which hosts that are behind take; `is_first`: of its host, with the sums."""
+    """Logged values that an epoch has collected so far, which a host that is behind takes over.
+
+    Args:
+        module: The LightningModule.
+        is_first: Whether this rank is the first of its host, which keeps the sums.
+    """
 
     def __init__(self, module: Any, *, is_first: bool) -> None:
         self._metrics = metrics_of(module)
         self._warned_of: set[str] = set()  # metrics that hosts do not add up
-        self._trainer, self._is_first = module.trainer, is_first
+        self._trainer = module.trainer
+        self._is_first = is_first
         self._unseen: tuple[int, dict[str, Any]] = -1, {}  # epoch, and values in it that this host has yet to log
         self._at_end: list[dict[str, Any]] = []  # of the epoch before, until a step of the next is made
 
@@ -79,7 +85,7 @@ class EpochLogs:
         self._at_end = [self._now()] if self._trainer.is_last_batch else []
 
     def collected(self) -> list[dict[str, Any]]:
-        """Return it, between two steps; at an epoch's begin that of the one before, too."""
+        """Return the collected values, between two steps. At the start of an epoch those of the last one follow."""
         return [self._now(), *self._at_end]
 
     def _now(self) -> dict[str, Any]:
@@ -126,7 +132,8 @@ class StepLogs:
     def __init__(
         self, results: dict[str, Any], metrics: Sequence[StepMetric], unseen: Mapping[str, dict[str, Tensor]]
     ) -> None:
-        self._results, self._metrics = results, metrics
+        self._results = results
+        self._metrics = metrics
         self._unseen = {key: values for key, values in unseen.items() if key not in results}
         self._before = {key: dict(vars(one)) for key, one in results.items()}
         self._states: list[tuple[dict[str, Any], int]] = []
@@ -148,10 +155,11 @@ class StepLogs:
             for name, value in state.items():
                 setattr(metric, name, _copy(value))
             metric._update_count = count
-        self._first, self._of_shards = {}, {}
+        self._first = {}
+        self._of_shards = {}
 
     def end_shard(self) -> None:
-        """Note what a shard has logged; of all but the first what is averaged over ranks, and nothing else."""
+        """Note the values that a shard has logged. Of shards after the first, only averages over ranks count."""
         for key, one in self._results.items():
             if _is_shared(one):
                 if one.meta.on_step and isinstance(one._forward_cache, Tensor):

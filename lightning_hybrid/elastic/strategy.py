@@ -143,7 +143,7 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """Whether gradients may be summed over several ranks: those of all hosts that may join."""
+        """True if gradients may be summed over several ranks, of all hosts that may join."""
         return self._comm.topology.world_size > 1
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -201,7 +201,7 @@ class HybridElastic(HybridAllReduce):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank is the first of all hosts, which writes what is written once."""
+        """True on the first rank of all hosts, which writes logs and checkpoints."""
         if self._is_first is None:
             return super().is_global_zero
         return self._is_first

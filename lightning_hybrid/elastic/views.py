@@ -66,9 +66,15 @@ class Views:
         logs: EpochLogs,
         token: str,
     ) -> None:
-        self._strategy, self._engine, self._timeout, self._logs = strategy, engine, timeout, logs
-        self.topology, self.seed = engine.topology, torch.initial_seed()
-        self.ended, self.may_cut, self.committed = "", False, strategy.lightning_module.trainer.global_step
+        self._strategy = strategy
+        self._engine = engine
+        self._timeout = timeout
+        self._logs = logs
+        self.topology = engine.topology
+        self.seed = torch.initial_seed()
+        self.ended = ""
+        self.may_cut = False
+        self.committed = strategy.lightning_module.trainer.global_step
         self.cause: BaseException | None = None
         self.wants_stop = False
         self.stops = False
@@ -102,7 +108,7 @@ class Views:
         self._meet(self._membership.enter, on_view, is_in_step=False)
 
     def change(self, on_view: Callable[[Topology], None]) -> bool:
-        """Go to the next view, within a step; return whether others have made it, and this rank has its outcome."""
+        """Enter the next view within a step. Return whether this rank took the step's outcome from others."""
         self.close()
         return self._meet(self._membership.next_view, on_view, is_in_step=True)
 
@@ -110,7 +116,9 @@ class Views:
         for _ in range(MOST_VIEWS):
             with self._lock:
                 self._left = self.groups.number if self.groups else -1
-                self.ended, self.cause, self.may_cut = "", None, True
+                self.ended = ""
+                self.cause = None
+                self.may_cut = True
             self._has_made_step = False
             view = next_view(
                 self.committed if self._has_state else -1,
@@ -192,8 +200,10 @@ class Views:
             )
 
     def _enter(self, view: View) -> None:
-        rank, world_size = view.rank_of(self._membership.me.id), len(view.members)
-        ranks_per_node, self._server = len(self.topology.node), self._next_server
+        rank = view.rank_of(self._membership.me.id)
+        world_size = len(view.members)
+        ranks_per_node = len(self.topology.node)
+        self._server = self._next_server
         self.topology = Topology.from_ranks_per_node(rank=rank, world_size=world_size, ranks_per_node=ranks_per_node)
         groups = ViewGroups(
             topology=self.topology,
@@ -203,7 +213,8 @@ class Views:
             device=self._engine.device,
         )
         with self._lock:  # who ends the view from here on finds them
-            self.groups, ended = groups, self.ended
+            self.groups = groups
+            ended = self.ended
         if ended:
             raise RuntimeError(f"comm: {ended}")
         groups.open()
@@ -228,31 +239,33 @@ class Views:
             if number <= self._left:
                 return
             self.ended = self.ended or reason
-            may_cut, groups = self.may_cut, self.groups
+            may_cut = self.may_cut
+            groups = self.groups
         if may_cut and groups is not None and groups.number == number:  # else they are yet to be made
             self._cut(groups)
 
     def note(self, error: BaseException) -> None:
-        """Note that a sum failed because of others; raise an error that is this rank's own."""
+        """Note that a sum failed because of other ranks. Re-raise an error that is this rank's own."""
         if isinstance(error.__cause__ or error, OrderError) or not _is_of_others(error):
             raise error
         with self._lock:
-            self.ended, self.cause = self.ended or str(error), self.cause or error
+            self.ended = self.ended or str(error)
+            self.cause = self.cause or error
 
     def begin(self) -> bool:
-        """Let a view that ends cut sums from now on; return False where it has ended already."""
+        """Let the end of the view cut sums from now on. Return False if it has ended already."""
         with self._lock:  # else it could end in between: nothing would cut its sums
             self.may_cut = not self.ended
             return self.may_cut
 
     def hold(self) -> bool:
-        """Let a view that ends wait from now on, as an update is being made; return whether it has not ended."""
+        """Let the end of the view wait from now on, because weights are updated. Return whether it has not ended."""
         with self._lock:
             self.may_cut = False
             return not self.ended
 
     def agrees(self, is_so: bool, otherwise: str) -> bool:
-        """Return whether it is so on all ranks of this host; where not, the view ends. Collective among them."""
+        """Return whether all ranks of this host agree. If one does not, the view ends. Collective among them."""
         if not is_so:
             # Another rank of this host may wait for this one, in a sum or for groups of which there is nothing to cut.
             self._membership.end_view(f"a sum broke on host {self._membership.me.host}: {self.ended}")
@@ -279,7 +292,7 @@ class Views:
             self.groups.destroy()
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the run; where there is an error, the others take it for a loss."""
+        """Leave the run. After an error the others take this host for lost."""
         if error is None:
             with suppress(RuntimeError):  # together with the ranks of this host, which may still need each other
                 dist.barrier()
@@ -292,7 +305,8 @@ class Views:
         # Returns whether this rank has taken a state. In a first view all take that of the first host: no rank is
         # behind in it, and one that joins a run is.
         assert self.groups is not None
-        me, source = self._membership.me, next(one for one in view.members if one.id == view.donors[0])
+        me = self._membership.me
+        source = next(one for one in view.members if one.id == view.donors[0])
         is_first_view = not (is_in_step or view.behind)
         behind = [one.id for one in view.members if one.host != source.host] if is_first_view else view.behind
         if not behind or self.groups.world is None:
@@ -307,7 +321,8 @@ class Views:
             if me.id == source.id:
                 torch.save((self.seed, checkpoint, self._logs.collected()), file := io.BytesIO())
                 data = file.getvalue()
-        length, rank = torch.tensor([len(data)]), view.rank_of(source.id)
+        length = torch.tensor([len(data)])
+        rank = view.rank_of(source.id)
         self.groups.broadcast(length, source=rank)
         flat = torch.frombuffer(bytearray(data or int(length)), dtype=torch.uint8)
         self.groups.broadcast(flat, source=rank)
@@ -322,7 +337,8 @@ class Views:
         return True
 
     def _load(self, checkpoint: dict[str, Any], *, with_place: bool) -> None:
-        strategy, connector = self._strategy, self._strategy.lightning_module.trainer._checkpoint_connector
+        strategy = self._strategy
+        connector = self._strategy.lightning_module.trainer._checkpoint_connector
         steps = getattr(strategy.precision_plugin, "optimizer_steps", ())
         connector._loaded_checkpoint = checkpoint
         try:
@@ -351,7 +367,8 @@ class Views:
 
     def _compare_replicas(self, view: View) -> None:
         assert self.groups is not None
-        trainer, fingerprint = self._strategy.lightning_module.trainer, Fingerprint(self._engine.device)
+        trainer = self._strategy.lightning_module.trainer
+        fingerprint = Fingerprint(self._engine.device)
         own = {name: int(fingerprint.of(one)) for name, one in tensors_of_replica(trainer)}
         gathered: list[Any] = [(own, self.wants_stop)] * len(view.members)
         if self.groups.world is not None:

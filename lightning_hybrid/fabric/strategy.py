@@ -238,7 +238,8 @@ class FabricHybridAllReduce(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save as DDP, with loss scales next to the state of an optimizer. Collective, where it has loaders."""
-        half, state = self._half, self._loaders.with_states(state, self.global_rank)
+        half = self._half
+        state = self._loaders.with_states(state, self.global_rank)
         if half is not None and _has_optimizer(state) and (own := half.state_dict()):
             state = {**state, _key(half): own}
         super().save_checkpoint(path, state, *args, **kwargs)
@@ -262,7 +263,9 @@ class FabricHybridAllReduce(_Base):
         # What ended this process, if the interpreter has shown an error: the others get to know.
         error = getattr(sys, "last_value", None)
         self._failures.end_setup()
-        engines, self._engines, self._failures.engine = self._engines, [], None
+        engines = self._engines
+        self._engines = []
+        self._failures.engine = None
         for engine in engines:
             if error is not None and error is not self._error_before:
                 engine.abort(reason_of(error))
@@ -271,7 +274,8 @@ class FabricHybridAllReduce(_Base):
     def teardown(self) -> None:
         """End the engines, and give the modules their fp32 weights back."""
         self._close_engines()
-        self._modules, self._wrapper_of = nn.ModuleList(), {}
+        self._modules = nn.ModuleList()
+        self._wrapper_of = {}
         super().teardown()
 
     @classmethod

@@ -21,4 +21,5 @@ class MasterWeightPrecision(FabricMasterWeightMixin, Precision):  # type: ignore
 
 class HybridAllReduceStrategy(FabricHybridAllReduce, DDPStrategy):  # type: ignore[misc] # noqa: D101
     __doc__ = FabricHybridAllReduce.__doc__
-    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+    _precision_type = MasterWeightPrecision
+    _checkpoint_io_type = DurableCheckpointIO

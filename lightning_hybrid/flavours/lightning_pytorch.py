@@ -28,7 +28,8 @@ class ShardedHalfPrecision(ShardedHalfMixin, Precision):  # noqa: D101
 
 class HybridAllReduceStrategy(HybridAllReduce, DDPStrategy):  # noqa: D101
     __doc__ = HybridAllReduce.__doc__
-    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+    _precision_type = MasterWeightPrecision
+    _checkpoint_io_type = DurableCheckpointIO
 
 
 _MODULES = {"HybridElasticStrategy": "elastic", "HybridPipelineStrategy": "pipeline"}

@@ -10,4 +10,5 @@ from lightning_hybrid.flavours.lightning_pytorch import DurableCheckpointIO, Mas
 
 class HybridElasticStrategy(HybridElastic, DDPStrategy):  # noqa: D101
     __doc__ = HybridElastic.__doc__
-    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+    _precision_type = MasterWeightPrecision
+    _checkpoint_io_type = DurableCheckpointIO

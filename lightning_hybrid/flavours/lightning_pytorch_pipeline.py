@@ -10,4 +10,5 @@ from lightning_hybrid.pipeline.strategy import HybridPipeline
 
 class HybridPipelineStrategy(HybridPipeline, DDPStrategy):  # noqa: D101
     __doc__ = HybridPipeline.__doc__
-    _precision_type, _checkpoint_io_type = MasterWeightPrecision, DurableCheckpointIO
+    _precision_type = MasterWeightPrecision
+    _checkpoint_io_type = DurableCheckpointIO

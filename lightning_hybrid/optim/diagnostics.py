@@ -49,7 +49,8 @@ def trust_ratios(optimizer: Optimizer, *, grad_scale: Tensor | None = None) -> l
 def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor, Tensor]]:
     inverse_scale = None if grad_scale is None else grad_scale.detach().float().reciprocal()
     scaling = GradScaling(inverse_scale=inverse_scale)
-    of_parts, has_rule = _norms_of_parts(optimizer, scaling), type(optimizer) in (LARS, LAMB)
+    of_parts = _norms_of_parts(optimizer, scaling)
+    has_rule = type(optimizer) in (LARS, LAMB)
     found = []
     for group in optimizer.param_groups:
         ratios = dict[Tensor, Tensor]()
@@ -57,7 +58,8 @@ def _ratios(optimizer: Optimizer, grad_scale: Tensor | None) -> list[dict[Tensor
             norms = of_parts.get(param)
             if type(optimizer) is LARS:
                 # The clip bounds the step and is no property of the layer; without it the ratio does not depend on lr.
-                options, here = {**group, "trust_clip": None}, scaling.to(param.device)
+                options = {**group, "trust_clip": None}
+                here = scaling.to(param.device)
                 of_one = None if norms is None else [norm.view(1) for norm in norms]
                 sums = optimizer.shard_sums
                 ratios[param] = lars_ratios(

@@ -186,7 +186,8 @@ def _refresh(optimizer: Any, view: Any) -> None:
     if list(map(id, wholes)) != list(map(id, view.wholes)):
         for group in optimizer.param_groups:
             check_placements(group)
-        view.wholes, view.shard_sums = wholes, ShardSums(wholes)
+        view.wholes = wholes
+        view.shard_sums = ShardSums(wholes)
         view.state = defaultdict(dict)
     del view.param_groups[len(locals_) :]
     view.param_groups += ({} for _ in range(len(locals_) - len(view.param_groups)))
@@ -201,7 +202,8 @@ def _refresh(optimizer: Any, view: Any) -> None:
 def _known_or_new(known: dict[int, Tensor], param: Tensor) -> Tensor:
     if not is_dtensor(param):
         return param
-    shard, local = local_shard(param), known.get(id(param))
+    shard = local_shard(param)
+    local = known.get(id(param))
     is_same = local is not None and local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
     if local is not None and is_same and local.shape == shard.shape and local.stride() == shard.stride():
         return local

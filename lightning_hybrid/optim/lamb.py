@@ -149,7 +149,8 @@ class LAMB(LayerwiseOptimizer):
 
     def _take(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[float | Tensor]:
         """Count the step, and take the gradients into both moments."""
-        scaling, clip_factor = self._scaling.to(params[0].device), self._clip_factor
+        scaling = self._scaling.to(params[0].device)
+        clip_factor = self._clip_factor
         if clip_factor is not None:
             clip_factor = clip_factor.to(params[0].device)
         for some_grads, means, squares in in_blocks(grads, *self.state_lists(params, "exp_avg", "exp_avg_sq")):
@@ -192,7 +193,8 @@ class LAMB(LayerwiseOptimizer):
 
     def _next_steps(self, params: list[Tensor], capturable: bool) -> list[Any]:
         """Count this step, unless it is skipped; return the counts as `_corrections` takes them."""
-        device, found_inf = params[0].device, self._scaling.found_inf
+        device = params[0].device
+        found_inf = self._scaling.found_inf
         reads_on_host = found_inf is None
         if capturable:  # not `and not capturable`, which torch.compile does not trace in torch 2.15
             reads_on_host = False
@@ -230,7 +232,8 @@ def moments_(
     if clip_factor is not None:
         # In their dtype: a 0-dim gradient would take that of the factor.
         grads = list(torch._foreach_mul(grads, clip_factor.to(grads[0].dtype)))
-    means, squares = scaling.scratch(exp_avgs), scaling.scratch(exp_avg_sqs)
+    means = scaling.scratch(exp_avgs)
+    squares = scaling.scratch(exp_avg_sqs)
     # Operations and order of torch.optim.AdamW, for the same bits.
     torch._foreach_lerp_(means, grads, 1 - beta1)
     torch._foreach_mul_(squares, beta2)

@@ -233,7 +233,8 @@ def lars_ratios(
     elif norms is None:
         blocks = in_blocks(params, grads)
         parts = [tensor_norms(decayed_gradients(*block, group=group, scaling=scaling)) for block in blocks]
-        weight_norms, update_norms = tensor_norms(params), combined_norms(parts)
+        weight_norms = tensor_norms(params)
+        update_norms = combined_norms(parts)
     else:
         weight_norms, update_norms = norms
     if shard_sums is not None:

@@ -234,7 +234,8 @@ class LayerwiseOptimizer(Optimizer):
                 self._listed_step(is_checked)
             elif has_dtensors(self.param_groups):
                 with local_shards(self) as local:
-                    local._scaling, local.last_found_inf = self._scaling, self.last_found_inf
+                    local._scaling = self._scaling
+                    local.last_found_inf = self.last_found_inf
                     local._step(is_checked)
                     self.last_found_inf = local.last_found_inf
             else:
@@ -250,7 +251,8 @@ class LayerwiseOptimizer(Optimizer):
 
     def _given_scaling(self) -> tuple[GradScaling, bool]:
         # The second result: whether this step looks for inf and nan itself.
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         self.last_found_inf = found_inf
         if grad_scale is None:
             return GradScaling(found_inf=found_inf), False
@@ -304,7 +306,8 @@ class LayerwiseOptimizer(Optimizer):
         flag = torch.zeros((), device=next(iter(self.parts or ())).device) if given is None else given
         norms, found_inf = norms_over_ranks(vectors, flag, self.add_up_)
         if given is not None:
-            self._scaling, self.last_found_inf = replace(self._scaling, found_inf=found_inf), found_inf
+            self._scaling = replace(self._scaling, found_inf=found_inf)
+            self.last_found_inf = found_inf
         return norms
 
     def _whole_norms(self, params: list[Tensor]) -> list[Tensor] | None:

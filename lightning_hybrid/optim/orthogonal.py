@@ -18,7 +18,9 @@ from lightning_hybrid.placement import Part
 
 # Jordan et al. 2024. A singular value in (0, 1] goes to a*s + b*s^3 + c*s^5: the largest slope at zero for which five
 # iterations end near 1, within [0.68, 1.21] from 0.01 on; the classical coefficients (1.5, -0.5) take twice as many.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 NUM_ITERATIONS = 5
 # Elements that one batch of equal shapes may have: 64 MiB of float32, and about three times that for temporaries.
 _BATCH = 1 << 24

@@ -160,7 +160,8 @@ def norms_over_ranks(
 
 
 def _sum_of_squares(vector: ShardedVector) -> Tensor:
-    part, at = vector.part, vector.part.begin
+    part = vector.part
+    at = vector.part.begin
     last = 1 + (part.numel - 1) % block_numel() if vector.is_in_blocks else part.numel
     norms = []
     for piece in vector.pieces:

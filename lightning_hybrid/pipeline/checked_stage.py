@@ -100,10 +100,14 @@ class CheckedStage(PipelineStage):
         input_of: Callable[[int], tuple[Tensor, ...]],
         draws: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._setting, self._given, self._returned, self._input_of = setting, given, returned, input_of
+        self._setting = setting
+        self._given = given
+        self._returned = returned
+        self._input_of = input_of
         self._draws = draws
         # By micro-batch: the tensors that torch does not know.
-        self._received, self._sent = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        self._received = dict[int, list[Tensor]]()
+        self._sent = dict[int, list[Tensor]]()
         super().__init__(
             body,
             setting.index,
@@ -141,7 +145,8 @@ class CheckedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Any:
         """Compute the output; put aside what torch does not know."""
         if not self.is_first:
-            known, others = iter(args), iter(self._received.pop(self._number))
+            known = iter(args)
+            others = iter(self._received.pop(self._number))
             args = tuple(next(known if one.has_gradient else others) for one in self._given)
         output = super().forward_maybe_with_nosync(*args, **kwargs)
         check(self._returned, output, f"the output of stage {self.stage_index}")
@@ -161,7 +166,8 @@ class CheckedStage(PipelineStage):
         self._note("waiting for the input", fwd_chunk_id, is_waiting=True)
         if self.is_first:
             return []
-        known, others = _known(self._given), [one for one in self._given if not one.has_gradient]
+        known = _known(self._given)
+        others = [one for one in self._given if not one.has_gradient]
         self._lay_out(self.args_recv_info[fwd_chunk_id], known)
         self._received[fwd_chunk_id] = tensors = [one.empty(self.device) for one in others]
         apart = self._ops(dist.irecv, tensors, others, self.stage_index - 1)

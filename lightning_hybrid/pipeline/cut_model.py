@@ -31,8 +31,11 @@ class CutModel:
     def __init__(
         self, module: Any, of: str, *, places: Sequence[int], ranks: PipelineRanks, device: torch.device
     ) -> None:
-        self._module, self._of, self._device = module, of, device
-        self.places, self.blocks = places, blocks_of(module, of)
+        self._module = module
+        self._of = of
+        self._device = device
+        self.places = places
+        self.blocks = blocks_of(module, of)
         share_(_tensors(self.blocks), owner=0, device=device)
         self._owner_of = [
             ranks.pipelines[0][stage % ranks.num_ranks]
@@ -74,9 +77,11 @@ class CutModel:
     @contextmanager
     def whole_on_first(self, ranks: PipelineRanks, group: Any) -> Iterator[None]:
         """Let the first rank of a pipeline hold the whole network, inside. Collective: every rank of that pipeline."""
-        values, peers = dict[int, Tensor](), ranks.pipelines[ranks.data_rank]
+        values = dict[int, Tensor]()
+        peers = ranks.pipelines[ranks.data_rank]
         for block, position in self._owned(self.blocks):
-            tensors, message = _tensors([block]), list[Any]([None])
+            tensors = _tensors([block])
+            message = list[Any]([None])
             if 0 < position == ranks.position:
                 # Of a layer that is cut over ranks the whole, which is an attribute now.
                 held = {
@@ -103,7 +108,8 @@ class CutModel:
 
     def ignored_by_ddp(self) -> AbstractContextManager[None]:
         """Keep Lightning from giving every rank rank zero's values: each has other blocks."""
-        module, own = self._module, set(map(id, _tensors(self.blocks)))
+        module = self._module
+        own = set(map(id, _tensors(self.blocks)))
         names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in own]
         return ignored_by_ddp(module, names)
 
@@ -137,7 +143,8 @@ def example_hidden(module: Any) -> Iterator[None]:
     Raises:
         ValueError: it cannot be set.
     """
-    before, is_own = module.example_input_array, "example_input_array" in vars(module)
+    before = module.example_input_array
+    is_own = "example_input_array" in vars(module)
     if before is None:
         yield
         return
@@ -159,7 +166,8 @@ def example_hidden(module: Any) -> Iterator[None]:
 
 def _buffers_of(root: nn.Module, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> list[Tensor]:
     """Return the buffers that a rank computes with: of its own blocks, and of what is outside of all blocks."""
-    seen, waiting = set(map(id, (*own, *others))), [root]
+    seen = set(map(id, (*own, *others)))
+    waiting = [root]
     modules = [module for block in own for module in block.modules()]
     while waiting:
         module = waiting.pop()

@@ -41,10 +41,12 @@ class BlockProfile:
         cls, blocks: Sequence[nn.Module], example: Tensor | tuple[Tensor, ...], *, num_runs: int = 5
     ) -> BlockProfile:
         """Run copies of the blocks on one micro-batch; of each the least time of forward and backward counts."""
-        seconds, kept = list[float](), list[float]()
+        seconds = list[float]()
+        kept = list[float]()
         for index, block in enumerate(map(copy.deepcopy, blocks)):
             values = as_arguments(example)
-            times_s, saved = [], dict[int, int]()
+            times_s = []
+            saved = dict[int, int]()
 
             def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
                 saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -180,17 +182,20 @@ def _best(
     least = [0.0] + [math.inf] * num_blocks
     begins: list[list[int]] = []
     for stage in range(num_stages):
-        new, came_from = [math.inf] * (num_blocks + 1), [0] * (num_blocks + 1)
+        new = [math.inf] * (num_blocks + 1)
+        came_from = [0] * (num_blocks + 1)
         for end in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1):
             for begin in range(stage, end):
                 if least[begin] == math.inf:
                     continue
                 joint = join(least[begin], cost(stage, begin, end))
                 if joint < new[end]:
-                    new[end], came_from[end] = joint, begin
+                    new[end] = joint
+                    came_from[end] = begin
         least = new
         begins.append(came_from)
-    cuts, end = [], num_blocks
+    cuts = []
+    end = num_blocks
     for came_from in reversed(begins):
         end = came_from[end]
         cuts.append(end)

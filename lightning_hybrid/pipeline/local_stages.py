@@ -49,7 +49,8 @@ class Stages:
         found = [torch.empty_like(own) for _ in range(self.ranks.num_ranks)]
         self.watchdog.wait_for(lambda: dist.all_gather(found, own, group=self.groups.agree))
         if len({int(each) for each in found}) > 1:
-            peers, words = self.ranks.pipelines[self.ranks.data_rank], self.told(described())
+            peers = self.ranks.pipelines[self.ranks.data_rank]
+            words = self.told(described())
             all_words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(peers, words, strict=True))
             raise ValueError(
                 f"{what} must be the same on all ranks of a pipeline ({all_words}): the first stage takes the images "
@@ -89,7 +90,8 @@ class Stages:
         return self._boundaries[key]
 
     def _new_boundaries(self, given: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Boundary, ...]]:
-        peers, found = self.ranks.pipelines[self.ranks.data_rank], list[tuple[Boundary, ...]]()
+        peers = self.ranks.pipelines[self.ranks.data_rank]
+        found = list[tuple[Boundary, ...]]()
         for stage in range(-1, self.ranks.num_stages):
             owner = peers[max(stage, 0) % self.ranks.num_ranks]
             answer: list[Any] = [None]
@@ -127,7 +129,8 @@ class Stages:
         self, parts: Sequence[tuple[Tensor, ...]], boundaries: Sequence[tuple[Boundary, ...]]
     ) -> Tensor | None:
         # Collective, with as many parts on every rank. The outputs of all of them on the last stage, None elsewhere.
-        peers, num_ranks = self.ranks.pipelines[self.ranks.data_rank], self.ranks.num_ranks
+        peers = self.ranks.pipelines[self.ranks.data_rank]
+        num_ranks = self.ranks.num_ranks
         sent: list[tuple[dist.Work | None, Tensor]] = []
         outputs: list[Tensor] = []
         for stage in self.ranks.stages:
@@ -160,6 +163,7 @@ class Stages:
         if output is None:
             shape = (num_parts * boundary.shape[0], *boundary.shape[1:])
             output = torch.empty(shape, dtype=boundary.dtype, device=self.device)
-        shared, last = output.detach().contiguous(), self.ranks.pipelines[self.ranks.data_rank][-1]
+        shared = output.detach().contiguous()
+        last = self.ranks.pipelines[self.ranks.data_rank][-1]
         self.watchdog.wait_for(lambda: dist.broadcast(shared, src=last, group=self.groups.pipe))
         return shared

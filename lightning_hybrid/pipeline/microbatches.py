@@ -156,7 +156,8 @@ def random_state(numbers: int | tuple[int, ...], device: torch.device) -> Iterat
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     before = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
 
     def has_drawn() -> bool:
         fresh = [torch.Generator(generator.device).manual_seed(seed).get_state() for generator in generators]

@@ -41,7 +41,8 @@ def check_options(*, num_stages: int, num_microbatches: int, schedule: str, cuts
 num_microbatches=16: with four times as many, 16 % of a step are waiting.
     """
     if schedule not in get_args(Schedule):
-        name, why = str(schedule).lower(), 'Use schedule="1f1b", which needs the least memory.'
+        name = str(schedule).lower()
+        why = 'Use schedule="1f1b", which needs the least memory.'
         why = 'Use schedule="zero_bubble".' if re.search("zb|zero|dualpipe", name) else why
         why = _ASYNCHRONOUS if "dream" in name else why
         raise ValueError(f"`schedule` (={schedule!r}) must be one of {', '.join(get_args(Schedule))}: {why}")
@@ -201,7 +202,8 @@ def cut_places(
                 f"`cuts` (=a profile of {len(cuts.seconds)} blocks) must have one number for each of the {num_blocks} "
                 "blocks of the network. Measure these: BlockProfile.measured(blocks, example)."
             )
-        gpipe, held = schedule == "gpipe", cuts.held_bytes or [0.0] * num_blocks
+        gpipe = schedule == "gpipe"
+        held = cuts.held_bytes or [0.0] * num_blocks
         alive = [num_microbatches if gpipe else min(num_microbatches, num_stages - j) for j in range(num_stages)]
         limits: Any = {"most_bytes": cuts.most_bytes, "activation_bytes": cuts.activation_bytes, "num_alive": alive}
         return [0, *balanced_cuts(cuts.seconds, held, num_stages, **limits), num_blocks]

@@ -55,7 +55,8 @@ class PipelineWatchdog(SetupWatchdog):
     def note(self, place: str, *, is_waiting: bool = False) -> None:
         """Note where this rank is in its schedule: computing, or waiting for another stage."""
         # Two attributes, read by the watchdog's thread: a mixture of two moments would only word an error less well.
-        self._place, self._is_waiting = place, is_waiting
+        self._place = place
+        self._is_waiting = is_waiting
 
     @contextmanager
     def in_schedule(self) -> Iterator[None]:

@@ -80,7 +80,8 @@ class PipelineGroups:
     """
 
     def __init__(self, ranks: PipelineRanks, *, timeout: timedelta) -> None:
-        self._timeout, self._made = timeout, list[Any]()
+        self._timeout = timeout
+        self._made = list[Any]()
         # Messages have a group of their own: Gloo matches by order of arrival.
         self.pipe = self.new(ranks.pipelines, "pipeline stages")
         self.agree = self.new(ranks.pipelines, "pipeline agreement", backend="gloo")
@@ -118,7 +119,8 @@ class TiedWeights:
     """
 
     def __init__(self, stages: Sequence[Sequence[nn.Module]], ranks: PipelineRanks, groups: PipelineGroups) -> None:
-        names, places = dict[Tensor, str](), dict[Tensor, list[int]]()
+        names = dict[Tensor, str]()
+        places = dict[Tensor, list[int]]()
         for stage, blocks in enumerate(stages):
             # Each parameter of a stage once, whatever the names that it has there.
             for name, one in nn.ModuleList(blocks).named_parameters():

@@ -154,7 +154,8 @@ def costs_of(blocks: Sequence[nn.Module], example: object) -> list[float]:
         return [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
     from torch.utils.flop_counter import FlopCounterMode  # here: it imports Triton, which takes half a second
 
-    costs, given = list[float](), tuple(map(boundary_of, arguments))
+    costs = list[float]()
+    given = tuple(map(boundary_of, arguments))
     for block in blocks:
         with FlopCounterMode(display=False) as counter:
             given = output_of([block], given, torch.device("cpu"))

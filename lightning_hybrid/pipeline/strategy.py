@@ -96,8 +96,12 @@ class HybridPipeline(DataRanksMixin):
         cuts = plain_value(cuts)
         require_choice("checkpoint_activations", checkpoint_activations, (True, False), "it is a switch")
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, of=of)
-        self.num_stages, self.num_microbatches, self.schedule = num_stages, num_microbatches, schedule
-        self.of, self.cuts, self.checkpoint_activations = of, cuts, checkpoint_activations
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.schedule = schedule
+        self.of = of
+        self.cuts = cuts
+        self.checkpoint_activations = checkpoint_activations
         self._training: TrainingStep | None = None
         self._cut: CutModel | None = None
         self._gradients: list[Tensor | None] = []
@@ -108,13 +112,16 @@ class HybridPipeline(DataRanksMixin):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Keep this rank's stages, put the others on the meta device, and set up as `hybrid_allreduce`."""
-        module, watchdog, is_fit = self.lightning_module, self._failures.setup_watchdog, trainer.state.fn == "fit"
+        module = self.lightning_module
+        watchdog = self._failures.setup_watchdog
+        is_fit = trainer.state.fn == "fit"
         assert module is not None
         assert self._timeout is not None
         assert isinstance(watchdog, PipelineWatchdog)
         if is_fit:
             refuse_in_pipeline(trainer, module, self.precision_plugin, is_setup=True)
-        ranks, blocks = self.pipeline_ranks, blocks_of(module, self.of)
+        ranks = self.pipeline_ranks
+        blocks = blocks_of(module, self.of)
         costs = costs_of(blocks, module.example_input_array)
         places = cut_places(costs, self.cuts, ranks.num_stages, self.num_microbatches, self.schedule)
         compare_stages(
@@ -219,7 +226,8 @@ class HybridPipeline(DataRanksMixin):
         assert self._training is not None
         trainer = self._here.module.trainer
         refuse_in_pipeline(trainer, self._here.module, self.precision_plugin)
-        (batch, *rest), parameters = (*args, *kwargs.values()), self._training.parameters
+        (batch, *rest) = (*args, *kwargs.values())
+        parameters = self._training.parameters
         for parameter in parameters:
             parameter.grad = None
         place = (trainer.current_epoch, trainer.fit_loop.batch_idx)
@@ -237,7 +245,9 @@ class HybridPipeline(DataRanksMixin):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Call the hooks around backward, which the schedule has run; give the parameters their gradients."""
         assert self._training is not None
-        plain, half, module = self.precision_plugin, self._half, self._here.module
+        plain = self.precision_plugin
+        half = self._half
+        module = self._here.module
         closure_loss = (plain.pre_backward if half is None else half.call_before_backward)(closure_loss, module)
         for parameter, gradient in zip(self._training.parameters, self._gradients, strict=True):
             parameter.grad = gradient

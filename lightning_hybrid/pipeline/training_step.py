@@ -44,7 +44,10 @@ class TrainingStep:
     """
 
     def __init__(self, stages: Stages, *, schedule: str, precision: Any, seed: int, cut: CutModel) -> None:
-        self._stages, self._schedule, self._seed, self._cut = stages, schedule, seed, cut
+        self._stages = stages
+        self._schedule = schedule
+        self._seed = seed
+        self._cut = cut
         self._precision = precision
         self._half = precision if isinstance(precision, MasterWeightMixin) else None
         self._schedules: dict[int, Callable[[], Tensor | None]] = {}
@@ -53,10 +56,13 @@ class TrainingStep:
         self._rest: tuple[Any, ...] = ()
         self._scale: Tensor | None = None
         self._place: tuple[int, ...] = ()
-        self._num_rows, self._has_warned = 0, False
+        self._num_rows = 0
+        self._has_warned = False
         self._eps = torch.finfo(torch.float32 if self._half is None else self._half.dtype).eps
         # Until the first step: the loss in one piece on the first rank, and in stages on the last.
-        self._is_first_step, self._has_compared_logs, self._loss_in_stages = True, False, math.nan
+        self._is_first_step = True
+        self._has_compared_logs = False
+        self._loss_in_stages = math.nan
         fits = torch.tensor(float(free_bytes(stages.device) > 2 * cut.bytes_elsewhere), device=stages.device)
         stages.watchdog.wait_for(lambda: dist.all_reduce(fits, dist.ReduceOp.MIN))
         self._fits = bool(fits)
@@ -73,7 +79,8 @@ class TrainingStep:
         micro-batches, averaged over data ranks, in `p.grad`; with half precision fp32 and unscaled.
         """
         stages = self._stages
-        self._parts, self._rest = microbatches(batch, stages.num_microbatches), rest
+        self._parts = microbatches(batch, stages.num_microbatches)
+        self._rest = rest
         # A function of the place in the run: one that is resumed draws the same.
         self._place = (self._seed, stages.ranks.data_rank, *place)
         shapes = digest_of(batch, with_values=False)
@@ -106,7 +113,8 @@ class TrainingStep:
         return context
 
     def _loss_in_one_piece(self) -> float | str:
-        stages, cut = self._stages, self._cut
+        stages = self._stages
+        cut = self._cut
         if not self._fits:
             return "there is no memory for the whole network on one rank"
 
@@ -166,7 +174,8 @@ class TrainingStep:
         before = self._buffers_outside()
         with self.draws(None) as has_drawn, temporary_attributes(self._stages.net, forward=forward):
             yield
-            after, none = self._buffers_outside(), (None, 0)
+            after = self._buffers_outside()
+            none = (None, 0)
             if names := [
                 name
                 for name, (buffer, num) in after.items()
@@ -188,7 +197,8 @@ class TrainingStep:
 
     def _buffers_outside(self) -> dict[str, tuple[Tensor, int]]:
         # With their counts of writes: no memory is read.
-        inside, named = set(map(id, self._stages.net.buffers())), self._stages.module.named_buffers()
+        inside = set(map(id, self._stages.net.buffers()))
+        named = self._stages.module.named_buffers()
         return {name: (each, each._version) for name, each in named if id(each) not in inside}
 
     def _new_schedule(self, boundaries: Sequence[tuple[Boundary, ...]]) -> Callable[[], Tensor | None]:
@@ -196,7 +206,8 @@ class TrainingStep:
         from lightning_hybrid.pipeline.checked_stage import CheckedStage, StageSetting, plain_backward, schedule_of
 
         around_backward = plain_backward if self._half is None else self._half.backward_of_microbatch
-        mine, made = self._stages, []
+        mine = self._stages
+        made = []
         for index in mine.ranks.stages:
             setting = StageSetting(
                 index=index,
@@ -225,7 +236,8 @@ class TrainingStep:
             return self._input_of(0)
 
     def _input_of(self, number: int) -> tuple[Tensor, ...]:
-        module, part = self._stages.module, copy_batch(self._parts[number])
+        module = self._stages.module
+        part = copy_batch(self._parts[number])
         with torch.no_grad(), self.draws(number), self._muting.muted():
             return input_of_net(self._stages.net, lambda: module.training_step(part, *self._rest))
 
@@ -239,7 +251,8 @@ class TrainingStep:
         return loss if self._scale is None else loss.float() * self._scale
 
     def _user_loss(self, part: Any, output: Tensor, number: int) -> Tensor:
-        module, calls = self._stages.module, list[int]()
+        module = self._stages.module
+        calls = list[int]()
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             calls.append(number)

@@ -16,7 +16,8 @@ def clip_as_user(module: Any, hook: Callable[..., None], optimizer: Optimizer, *
     Raises:
         RuntimeError: it changed gradients by other means than `self.clip_gradients`.
     """
-    clip, known = module.clip_gradients, _versions(optimizer)
+    clip = module.clip_gradients
+    known = _versions(optimizer)
 
     def clip_by_lightning(*args: Any, **kwargs: Any) -> None:
         nonlocal known

@@ -164,8 +164,10 @@ class DynamicLossScale(LossScale):
         self.hysteresis = hysteresis
         self.num_clean_steps = torch.tensor(0, dtype=torch.int32)
         self.hysteresis_left = torch.tensor(hysteresis, dtype=torch.int32)
-        self._num_looks, self._most = NUM_LOOKS, init_scale * backoff_factor
-        self._is_starting, self._has_fallen = torch.tensor(True), torch.tensor(False)
+        self._num_looks = NUM_LOOKS
+        self._most = init_scale * backoff_factor
+        self._is_starting = torch.tensor(True)
+        self._has_fallen = torch.tensor(False)
 
     @property
     def wants_largest(self) -> bool:
@@ -203,11 +205,13 @@ class DynamicLossScale(LossScale):
         self.scale = scale.clamp_(self.min_scale, self.max_scale)
 
     def _started(self, scale: Tensor, found_inf: Tensor, largest: Tensor) -> Tensor:
-        falls, leaps = found_inf & self._is_starting, self._has_fallen & ~found_inf
+        falls = found_inf & self._is_starting
+        leaps = self._has_fallen & ~found_inf
         # 2^(12 - exponent), by the bits of a float: powers computed otherwise need not be exact.
         exponent = (127 + 12 - torch.frexp(largest).exponent).clamp(1, 254)
         fits = (exponent.to(torch.int32) << 23).view(torch.float32).clamp(max=self._most)
-        self._is_starting, self._has_fallen = self._is_starting & found_inf, falls
+        self._is_starting = self._is_starting & found_inf
+        self._has_fallen = falls
         is_over = scale.device.type == "cpu" and not self._is_starting  # there the answer is at hand
         self._num_looks = 0 if is_over else self._num_looks - 1
         return torch.where(leaps, fits, scale.masked_fill(falls, self.min_scale))
@@ -270,7 +274,8 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
     Returns:
         1.0 if an element was inf or nan, else 0.0; 0-dim fp32.
     """
-    found_inf, inverse_scale = torch.zeros((), device=scale.device), scale.reciprocal()
+    found_inf = torch.zeros((), device=scale.device)
+    inverse_scale = scale.reciprocal()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -551,7 +551,8 @@ class MasterWeightMixin(MicrobatchMixin, _Base):
 
     def _stop_if_stuck(self, state: OptimizerStepState, model: Any, *, is_end: bool = False) -> None:
         # Only where the host knows of a skip, and at logged steps: else it would wait for the device in each step.
-        flag, every = state.skip_flag, model.trainer.log_every_n_steps
+        flag = state.skip_flag
+        every = model.trainer.log_every_n_steps
         is_logged = every > 0 and (model.trainer.global_step + 1) % every == 0
         if is_end or is_logged or (flag is not None and flag.is_known and flag.was_skipped()):
             self._raise_if_stuck(state, model, step=f"global step {model.trainer.global_step}")

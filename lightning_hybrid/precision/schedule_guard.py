@@ -57,7 +57,8 @@ class ScheduleGuard:
         scheduler = config.scheduler
         if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or is_guarded(scheduler):
             return
-        original, advance_when_known = type(scheduler), self._advance_when_known
+        original = type(scheduler)
+        advance_when_known = self._advance_when_known
 
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
             advance_when_known(getattr(self, "optimizer", None), lambda: original.step(self, *args, **kwargs))
@@ -72,7 +73,8 @@ class ScheduleGuard:
 
     def run_deferred(self) -> None:
         """Make the steps that were put off, in order. Wait for the optimizer steps that they follow."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for flags, advance in waiting:
             if not any(flag.was_skipped() for flag in flags):
                 advance()

@@ -37,7 +37,8 @@ class HostShards(_Strategy):
             super().setup(trainer)
 
     def _get_process_group_backend(self) -> str:
-        backend, kind = super()._get_process_group_backend(), self.root_device.type
+        backend = super()._get_process_group_backend()
+        kind = self.root_device.type
         has_host = not self.offload or kind == "cpu" or "cpu:" in backend
         return backend if has_host else f"cpu:gloo,{kind}:{backend}"
 

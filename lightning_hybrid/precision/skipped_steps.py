@@ -73,7 +73,8 @@ class OptimizerStepState:
 
     def to(self, device: torch.device) -> None:
         """Move scale and counters to `device`."""
-        self.num_skipped, self.num_in_a_row = self.num_skipped.to(device), self.num_in_a_row.to(device)
+        self.num_skipped = self.num_skipped.to(device)
+        self.num_in_a_row = self.num_in_a_row.to(device)
         if self.loss_scale is not None:
             self.loss_scale.to(device)
 

@@ -106,7 +106,8 @@ class CommSetup:
         """Make the plan for the topology and this module."""
         on_cuda = self.device.type == "cuda"
         if self.options.is_adasum and (plan := adasum_plan(self.plan, self.topology)) is not None:
-            self.plan, self.bucket_hook = plan, adasum_bucket
+            self.plan = plan
+            self.bucket_hook = adasum_bucket
         if self.options.comm.planner is not None:
             self.plan = ask_planner(
                 self.options.comm.planner,
@@ -127,7 +128,14 @@ class CommSetup:
     def wrap(
         self, module: nn.Module, *, device_ids: list[int] | None, is_half: bool, **ddp_kwargs: Any
     ) -> DistributedDataParallel:
-        """Wrap a module in DDP, with the buckets of the plan; `is_half`: a window shows half-precision parameters."""
+        """Wrap a module in DDP, with the buckets of the plan.
+
+        Args:
+            module: The module.
+            device_ids: As in `DistributedDataParallel`.
+            is_half: Whether a window shows half-precision copies of its parameters.
+            **ddp_kwargs: For `DistributedDataParallel`.
+        """
         caps = bucket_caps_for_ddp(module, self.plan, ddp_kwargs, num_nodes=self.topology.num_nodes)
         if is_half:
             # The gradients of half-precision parameters are never the user's: a view saves a copy into the buckets.
@@ -135,7 +143,7 @@ class CommSetup:
         return DistributedDataParallel(module, device_ids=device_ids, **(ddp_kwargs | caps))
 
     def new_engine(self, precision: Any, *, replicas: ReplicaSets | None = None, group: Any = None) -> CommEngine:
-        """Make an engine, for what averages its gradients over all ranks or `replicas`; say what is on. Collective."""
+        """Make the engine that averages gradients over all ranks or `replicas`, and log the options. Collective."""
         assert self._timeout is not None
         self.topology = self.topology if replicas is None else replicas.own
         engine = self.engine_type(
@@ -157,7 +165,13 @@ class CommSetup:
     def average_by(
         self, engine: CommEngine, wrapped: DistributedDataParallel | None, parameters: Iterable[Tensor] = ()
     ) -> HookState:
-        """Let this engine average what DDP, if any, puts into buckets; `parameters`: as in `HookState`: the result."""
+        """Register the hook by which an engine averages the buckets of DDP, and return the hook's state.
+
+        Args:
+            engine: The engine.
+            wrapped: The wrapped module, or None if something else hands over the buckets.
+            parameters: As in `HookState`.
+        """
         state = HookState(engine=engine, comm_dtype=self.options.comm.on_wire, parameters=parameters)
         if wrapped is not None:
             wrapped.register_comm_hook(state, self.wrap_hook(self.bucket_hook))
@@ -189,7 +203,8 @@ class CommSetup:
                 if self.options.trace_dir is not None:
                     engine.trace.write_if_possible(self.options.trace_dir, rank=self.topology.rank)
         finally:
-            group, self._work_group = self._work_group, None
+            group = self._work_group
+            self._work_group = None
             if group is not None:
                 for one in optimizers:
                     vars(one).pop("work_group", None)

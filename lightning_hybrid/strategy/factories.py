@@ -1,4 +1,4 @@
-"""Which extensions a fit has, by the options of its strategy."""
+"""Construction of a fit's extensions from the options of its strategy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from lightning_hybrid.strategy.extension import Extensions, FitContext, FitExten
 
 
 def made_for(strategy: Any) -> Extensions | None:
-    """Make what a strategy's options ask for, in the order of calls: ours, then the user's; None where that is nothing.
+    """Make the extensions that a strategy's options ask for, the user's last, or None if there are none.
 
     Raises:
         ValueError: a constructor refuses the fit, or a factory makes something else.
     """
-    comm, made = strategy._comm, list[FitExtension | None]()
+    comm = strategy._comm
+    made = list[FitExtension | None]()
     fit = FitContext(
         module=strategy.lightning_module,
         precision=strategy.precision_plugin,

@@ -220,7 +220,7 @@ class HybridAllReduce(_Base):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Set up as DDP; from here on a missing rank is named."""
+        """Set up as DDP. A rank that is missing from here on is named."""
         has_several = self._comm.has_several_communicators(self._module)
         self._failures.begin(self.parallel_devices or (), has_several_communicators=has_several)
         super().setup_environment()
@@ -268,7 +268,7 @@ class HybridAllReduce(_Base):
 
     @property
     def _sums_over_ranks(self) -> bool:
-        """Whether gradients are summed over several ranks."""
+        """True if gradients are summed over several ranks."""
         return bool(self.world_size > 1)
 
     def _hidden(self) -> AbstractContextManager[None]:
@@ -324,7 +324,7 @@ class HybridAllReduce(_Base):
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Start as DDP; a SIGTERM to any rank is obeyed from here on."""
+        """Start as DDP. A SIGTERM to any rank stops all ranks from here on."""
         super().on_train_start()
         self._failures.sigterm = SigtermOnAnyRank(self._module.trainer)
         self._loaders.on_train_start()
@@ -411,12 +411,12 @@ class HybridAllReduce(_Base):
             self._half.on_train_end()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait as DDP; not on a rank that an error ends, as others do not come."""
+        """Wait as DDP, except on a rank that fails: the others do not reach this barrier."""
         if not self._failures.is_alone():
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast as DDP; a rank that an error ends gets what it gives."""
+        """Broadcast as DDP, except on a rank that fails, which gets its own object back."""
         return obj if self._failures.is_alone() else super().broadcast(obj, *args, **kwargs)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ class HybridAllReduce(_Base):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save as DDP, unless a failure has left weights behind that no step has made; with what extensions add."""
+        """Save as DDP, with the state of extensions, unless a failure has left invalid weights."""
         refuse_after_failure(self._comm.engine)
         self._loaders.save(checkpoint, is_alone=self._failures.is_failing())
         if self._extensions is not None:
@@ -462,7 +462,7 @@ class HybridAllReduce(_Base):
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the error to the ranks that wait for this one; where another rank is the cause, say which."""
+        """Report the error to the ranks that wait for this one, and name the rank that is the cause."""
         if self._half is not None:
             self._half.close_window()
         if self._extensions is not None:

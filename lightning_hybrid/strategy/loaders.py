@@ -245,7 +245,7 @@ class TrainingLoaders:
         return numbers[0] if numbers else num_done
 
     def _length_of_finished_epoch(self, num_done: int) -> int:
-        """Return the batches of an epoch of which nothing is left; other layouts fill up the last step otherwise."""
+        """Return the batches of an epoch that is finished. Other layouts fill up the last step in another way."""
         max_batches = self._trainer.fit_loop.max_batches
         has_other_batches = any(resume.has_other_batches() for resume in self._resumes)
         return int(max_batches) if has_other_batches and max_batches < float("inf") else num_done
@@ -336,7 +336,7 @@ class TrainingLoaders:
             self._warn()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the states of a checkpoint; Lightning counts them where it restores those of others itself."""
+        """Take the states of a checkpoint, and leave Lightning as many as it restores itself."""
         self._states = checkpoint.get(_KEY) if self.is_on else None
         loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if self._states and "combined_loader" in loop:

@@ -1,4 +1,4 @@
-"""Values that a user gives a strategy; what can only be one of several is one argument with several classes."""
+"""Option objects that a user gives a strategy. Choices that exclude each other are classes of one argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {name: getattr(torch, full) for short, full in _NAMES.items() for name
 
 @runtime_checkable
 class Planner(Protocol):
-    """What chooses a plan when training starts; `planning.model.cluster.Cluster` is one."""
+    """Object that chooses a plan when training starts, such as `planning.model.cluster.Cluster`."""
 
     def plan_for(self, numels: Sequence[int], topology: Topology, *, itemsize: int, on_cuda: bool) -> CommPlan:
         """Choose, equally on every rank, the plan for gradients of `numels` elements in the order they get ready.
@@ -40,13 +40,13 @@ class OptionValue:
 
 
 class BetweenNodes(OptionValue):
-    """What happens between nodes: `Mean`, `Adasum` or `LocalSteps`."""
+    """Exchange between nodes: `Mean`, `Adasum` or `LocalSteps`."""
 
     # No dataclass: LightningCLI then asks for a class and keeps it. It takes the first dataclass of a union that fits.
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """What travels between nodes; None: the dtype that sums have."""
+        """The dtype or codec between nodes, or None for the dtype of the sums."""
         return None
 
 
@@ -71,7 +71,8 @@ class Mean(BetweenNodes):
 
     def __post_init__(self) -> None:
         """Check both."""
-        name, dtype = "between_nodes.error_feedback", _on_wire(self.dtype)
+        name = "between_nodes.error_feedback"
+        dtype = _on_wire(self.dtype)
         why = "whether errors of rounding are added to the sums of the next step"
         require_choice(name, self.error_feedback, (True, False), why)
         if self.error_feedback and not isinstance(dtype, Codec):
@@ -84,14 +85,14 @@ class Mean(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """What sums travel in between nodes."""
+        """The dtype or codec of sums between nodes."""
         dtype = _on_wire(self.dtype)
         return replace(dtype, error_feedback=self.error_feedback) if isinstance(dtype, Codec) else dtype
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Adasum(BetweenNodes):
-    """For each parameter the Adasum of the nodes' mean gradients, in each step.
+    """Adasum of the nodes' mean gradients, for each parameter and in each step.
 
     It is their mean where they agree and their sum where they are orthogonal.
 
@@ -151,7 +152,7 @@ class LocalSteps(BetweenNodes):
 
     @property
     def on_wire(self) -> torch.dtype | Codec | None:
-        """What weights, and gradients before `from_step`, travel in between nodes."""
+        """The dtype or codec of weights between nodes, and of gradients before `from_step`."""
         return _on_wire(self.dtype)
 
     def end_at(self, num_steps: int) -> bool:
@@ -164,13 +165,13 @@ class LocalSteps(BetweenNodes):
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether the next common weights are another thing than the average."""
+        """True if the next common weights differ from the average."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comm(OptionValue):
-    """How sums are carried out, which changes them by rounding alone.
+    """Options of communication. They change sums by rounding alone.
 
     Args:
         algorithm: `"flat"` (one all-reduce over all ranks), `"parallel_flat"` (several at once), `"hierarchical"`
@@ -205,7 +206,7 @@ class Comm(OptionValue):
 
     @property
     def planner(self) -> Planner | None:
-        """What chooses the plan when training starts."""
+        """The planner that chooses the plan when training starts, or None."""
         return self.plan if isinstance(self.plan, Planner) else None
 
     def made_plan(self) -> CommPlan:
@@ -216,7 +217,8 @@ class Comm(OptionValue):
         Raises:
             ValueError: a plan and one of the options were given, or a value cannot work.
         """
-        plan, size = self.plan, self.bucket_bytes
+        plan = self.plan
+        size = self.bucket_bytes
         if plan is None:
             made = CommPlan(algorithm=self.algorithm)
             return made if size is None else replace(made, bucket_bytes=size, num_buckets=1)
@@ -240,7 +242,7 @@ class Comm(OptionValue):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(OptionValue):
-    """What a run says of its communication.
+    """Options of reports about communication.
 
     Args:
         trace_dir: directory of a timeline of every bucket and stage, `rank<r>.json`, for Perfetto; None: none.
@@ -270,7 +272,7 @@ class Report(OptionValue):
 
 
 def require_value(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
-    """Raise `ValueError` unless an argument is an object of one of these dataclasses; the error suggests an object."""
+    """Raise `ValueError` with a suggestion unless an argument is an object of one of these dataclasses."""
     if isinstance(value, kinds):
         return
     class_names = [kind.__name__ for kind in kinds]
@@ -309,7 +311,12 @@ _EXAMPLES: dict[type, str] = {LocalSteps: "LocalSteps(every=8)"}
 
 
 def dtype_from(setting: str | torch.dtype | None, *, name: str, more: tuple[str, ...] = ()) -> torch.dtype | None:
-    """Return the dtype that an option names; `more`: what else it may name, for the error.
+    """Return the dtype that an option names.
+
+    Args:
+        setting: The value of the option.
+        name: The name of the option, for the error.
+        more: Further values that it may have, for the error.
 
     Raises:
         ValueError: it names no dtype of a gradient.

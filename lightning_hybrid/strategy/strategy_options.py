@@ -137,7 +137,7 @@ class StrategyOptions:
 
     @property
     def is_adasum(self) -> bool:
-        """Whether node leaders combine gradients by Adasum."""
+        """True if node leaders combine gradients by Adasum."""
         return isinstance(self.between_nodes, Adasum)
 
     @property
@@ -154,7 +154,7 @@ class StrategyOptions:
 
     @property
     def has_error_feedback(self) -> bool:
-        """Whether rounding errors of a codec are added to the sums of the next step."""
+        """True if rounding errors of a codec are added to the sums of the next step."""
         codec = self.dtype_across_nodes
         return isinstance(codec, Codec) and codec.error_feedback
 
@@ -275,7 +275,7 @@ def refuse_unknown_options(
 
 
 def _suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence with the option, or the field of an option, that is most similar; empty if none is."""
+    """Return a sentence with the most similar option or field of an option, or an empty string."""
     fields: dict[str, str] = {}
     for argument, option_types in (("between_nodes", (Mean, LocalSteps)), ("comm", (Comm,)), ("report", (Report,))):
         for option_type in option_types:

@@ -74,7 +74,8 @@ class RunReport(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the curves and sums of the interrupted run; an older checkpoint may lack some."""
-        self._before_s, self._began_s = state_dict.get("elapsed_s", 0.0), None
+        self._before_s = state_dict.get("elapsed_s", 0.0)
+        self._began_s = None
         self.curves.clear()
         for name, points in state_dict["curves"].items():
             self.curves[name] = [(int(step), value) for step, value in points.tolist()]
@@ -114,8 +115,10 @@ class RunReport(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the sums: the trace goes with the strategy's engine."""
-        self._before_s, self._began_s = self.elapsed_s, None
-        self._communication_before, self._trace = self.communication(), None
+        self._before_s = self.elapsed_s
+        self._began_s = None
+        self._communication_before = self.communication()
+        self._trace = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -190,7 +193,8 @@ class RunReport(Callback):
 
     def summary(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return what `summary.json` holds."""
-        comm, status = self.communication(), run_status(trainer)
+        comm = self.communication()
+        status = run_status(trainer)
         rate = status.link_bytes_per_s
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         hparams = getattr(trainer.lightning_module, "hparams", {})
@@ -213,10 +217,13 @@ class RunReport(Callback):
 
     def findings(self, trainer: pl.Trainer) -> dict[str, tuple[bool, str]]:
         """Return the result of a run: by name whether it went well, and words."""
-        accuracy, speed, status = self.last(m.TEST_ACC), self.images_per_s(), run_status(trainer)
+        accuracy = self.last(m.TEST_ACC)
+        speed = self.images_per_s()
+        status = run_status(trainer)
         events = [each for each in trainer.callbacks if isinstance(each, TimeToAccuracy)]  # type: ignore[attr-defined]
         ranks = f"{trainer.world_size} rank" + ("s" if trainer.world_size > 1 else "")
-        skipped, exposed_share = status.num_skipped_steps if status.loss_scales else None, self.exposed_share()
+        skipped = status.num_skipped_steps if status.loss_scales else None
+        exposed_share = self.exposed_share()
         folder = self._folder(trainer)
         weights = "the last weights" if self._tested is None else _within(folder, self._tested)
         validation = self._validation(trainer, folder)
@@ -267,7 +274,8 @@ class RunReport(Callback):
             return
         from lightning_hybrid.callbacks.run_report import figure, run_page  # matplotlib is an extra
 
-        folder, summary = self._folder(trainer), self.summary(trainer)
+        folder = self._folder(trainer)
+        summary = self.summary(trainer)
         panels = run_page.panels_of(self.curves, self.communication())
         written = {
             "summary.json": json.dumps(summary, indent=2, default=str).encode() + b"\n",

@@ -33,7 +33,8 @@ def thinned(curve: Sequence[Point], *, num_points: int) -> list[Point]:
     values = [value for _, value in curve]
     # By the points alone: a resumed run has the curve of one that went through.
     extremes = {0, values.index(min(values)), values.index(max(values))}
-    first, last = curve[0][0], curve[-1][0]
+    first = curve[0][0]
+    last = curve[-1][0]
     num_intervals = num_points - len(extremes)
     # One point of each interval, its last: later ones overwrite earlier ones of the same key.
     ends = {(step - first) * num_intervals // (last - first + 1): index for index, (step, _) in enumerate(curve)}

@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-WIDTH_PX, FONT_PX = 360, 13
+WIDTH_PX = 360
+FONT_PX = 13
 INK, MUTED, FAINT = "#1f2328", "#59636e", "#c8d1da"
 SERIES = ("#0060a8", "#b34700", "#00714f", "#8f3f78", "#7a5b00", "#4a4fb5")
 _IN_THE_DARK = ("#e6edf3", "#9198a1", "#4a535e", "#58a6ff", "#ff8f4a", "#3fc99b", "#e29ac4", "#e3b341", "#a5a8ff")
@@ -62,7 +63,9 @@ def figure_of(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
 
 def _name_lines(axes: Axes, height: int) -> None:
     axes.autoscale_view()
-    to_axes, least, gap = axes.transData + axes.transAxes.inverted(), 0.0, (FONT_PX + 2) / (0.6 * height)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    least = 0.0
+    gap = (FONT_PX + 2) / (0.6 * height)
     points: Any = {line: line.get_xydata() for line in axes.lines if not str(line.get_label()).startswith("_")}
     lines = [line for line, places in points.items() if len(places)]
     ends = sorted((to_axes.transform(points[line][-1])[1], i) for i, line in enumerate(lines))

@@ -63,7 +63,8 @@ def format_value(value: Any, unit: str | None = None) -> str:
         return str(value)
     if unit is None:
         return f"{value:.6g}" if isinstance(value, float) else str(value)
-    name, number = unit.removeprefix("1"), float(f"{value:.4g}")
+    name = unit.removeprefix("1")
+    number = float(f"{value:.4g}")
     if abs(value) < 1e6 and (name in ("", "/s") or (name == "s" and (value >= 1 or not value))):
         text = f"{value:,.0f}" if float(value).is_integer() else f"{number:,g}"
         return text + (name if name == "/s" else f" {name}".rstrip())

@@ -50,7 +50,8 @@ def adasum_(
         group: of a power of two of ranks, numbered as the tree combines them.
         sum_: sums a flat float64 tensor over a group, in place.
     """
-    me, size = dist.get_rank(group), dist.get_world_size(group)
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
     bounds = [0, *accumulate(numels)]
     num_levels = size.bit_length() - 1
     own, begin, end = flat, 0, flat.numel()  # what this node has to combine: elements `begin` to `end` of the bucket
@@ -64,7 +65,8 @@ def adasum_(
         own = own[kept.start - begin : kept.stop - begin].to(torch.promote_types(flat.dtype, torch.float32))
         other = torch.empty_like(flat[kept])
         _swap(flat[given], other, partner, group)
-        begin, end = kept.start, kept.stop
+        begin = kept.start
+        end = kept.stop
         lower, upper = (own, other) if me < partner else (other, own)
         # A row for each set of nodes that combine theirs: one sum over all nodes serves them all, as 0 + x is exact.
         table = torch.zeros(size >> (level + 1), len(numels), 3, dtype=torch.float64, device=flat.device)
@@ -95,14 +97,16 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return |a|^2, |b|^2 and a.b of two flat tensors, in float64."""
     total = torch.zeros(3, dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(BLOCK_NUMEL), b.split(BLOCK_NUMEL), strict=True):
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         total += torch.stack([x.dot(x), y.dot(y), x.dot(y)])
     return total
 
 
 def inner_products_of_segments(a: Tensor, b: Tensor, segments: Tensor) -> Tensor:
     """Return `inner_products` of each segment, by as many kernels whatever their number; `segments`: their lengths."""
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     # `unsafe`: else the host would read the lengths back to check their sum.
     sums = [torch.segment_reduce(x * y, "sum", lengths=segments, unsafe=True) for x, y in ((a, a), (b, b), (a, b))]
     return torch.stack(sums, -1)
@@ -138,21 +142,24 @@ def adasum_factors(products: Tensor) -> Tensor:
             [0.5000, 0.5000],
             [1.0000, 1.0000]])
     """
-    squares, dot = products[..., :2], products[..., 2:]
+    squares = products[..., :2]
+    dot = products[..., 2:]
     return torch.where(squares == 0, 1.0, 1 - dot / (2 * squares))
 
 
 def _halves(begin: int, end: int, *, is_lower: bool) -> tuple[slice, slice]:
     # What the lower and the upper node of a pair keep, seen from one of them: its own first.
     middle = min(end, begin + -(-(end - begin) // (2 * ALIGNMENT)) * ALIGNMENT)
-    lower, upper = slice(begin, middle), slice(middle, end)
+    lower = slice(begin, middle)
+    upper = slice(middle, end)
     return (lower, upper) if is_lower else (upper, lower)
 
 
 def _parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, slice]]:
     # Each tensor that has elements between `begin` and `end`, and where these are, counted from `begin`.
     for index, (first, last) in enumerate(pairwise(bounds)):
-        low, high = max(first, begin), min(last, end)
+        low = max(first, begin)
+        high = min(last, end)
         if low < high:
             yield index, slice(low - begin, high - begin)
 
@@ -189,7 +196,8 @@ def refuse_odd_nodes(topology: Topology) -> None:
         ValueError: their number is no power of two, or they hold different numbers of ranks, whose means would
             count the same.
     """
-    num_nodes, sizes = topology.num_nodes, [len(node) for node in topology.nodes]
+    num_nodes = topology.num_nodes
+    sizes = [len(node) for node in topology.nodes]
     if num_nodes & (num_nodes - 1):
         below = 1 << (num_nodes.bit_length() - 1)
         raise ValueError(

@@ -43,7 +43,8 @@ FRACTION_BITS = 23
 
 # The bits in float32 of inf, and of 2^-96: blocks of which no element reaches it count as zeros, so that all that is
 # computed from their maximum stays normal.
-INFINITE_BITS, LEAST_MAXIMUM_BITS = 0x7F800000, 31 << 23
+INFINITE_BITS = 0x7F800000
+LEAST_MAXIMUM_BITS = 31 << 23
 
 
 def num_blocks_of(numel: int) -> int:

@@ -82,7 +82,8 @@ class Coder:
     def begin_step(self, step: int) -> None:
         """Set the place in the training, where it is another."""
         if step != self.step:
-            self.step, self.turn = step, 0
+            self.step = step
+            self.turn = 0
 
     def encode(self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor) -> None:
         """Write `flat` into `message` with the noise of (seed, step, sender, turn), or to the nearest code (None)."""
@@ -121,7 +122,8 @@ class Coder:
 
 
 def _passes_for(device: torch.device, codec: Codec) -> Passes:
-    bits, signs = codec.bits, codec.signs(device)
+    bits = codec.bits
+    signs = codec.signs(device)
     if device.type == "cuda":
         try:
             from lightning_hybrid.comm.codec.triton_passes import TritonPasses  # needs triton

@@ -36,7 +36,9 @@ class BucketFeedback:
     """
 
     def __init__(self, padded: PaddedBucket, cut: tuple[Any, ...], begin: Tensor | None, **options: Any) -> None:
-        self.padded, self.cut, self.begin = padded, cut, begin
+        self.padded = padded
+        self.cut = cut
+        self.begin = begin
         self.residuals: dict[int, Residual] = {}  # by the first block, counted in the bucket
         self.step = FeedbackStep()
         self.num_sum = 0  # in which sum of all gradients it was last used
@@ -88,8 +90,10 @@ class ErrorFeedback:
         is_leader: bool,
     ) -> None:
         self.may_skip = False
-        self._num_blocks, self._device = num_blocks, device
-        self._add_up_, self._is_leader = add_up_, is_leader
+        self._num_blocks = num_blocks
+        self._device = device
+        self._add_up_ = add_up_
+        self._is_leader = is_leader
         self._step = FeedbackStep()
         self._buckets: dict[int, BucketFeedback] = {}
         self._left: list[Residual] = []  # of buckets that are made or cut otherwise now
@@ -120,7 +124,8 @@ class ErrorFeedback:
             found = self._buckets[index] = BucketFeedback(padded, cut, begin, **options)
         else:
             found.begin = None  # every range has its own by now
-        found.step, found.num_sum = self._step, self._num_sums
+        found.step = self._step
+        found.num_sum = self._num_sums
         if is_last:
             self._num_sums += 1
             self._loaded = None
@@ -178,10 +183,14 @@ class ErrorFeedback:
 
         None: zeros.
         """
-        self._buckets, self._left, self._num_sums = {}, [], 0
+        self._buckets = {}
+        self._left = []
+        self._num_sums = 0
         self._loaded = None if values is None else values.cpu()
 
     def release_device(self) -> None:
         """Keep this rank's share on the CPU, for `share`: the fit is over."""
-        self._loaded, self._is_leader = self.share(0, self._num_blocks, self._device).cpu(), True
-        self._buckets, self._left = {}, []
+        self._loaded = self.share(0, self._num_blocks, self._device).cpu()
+        self._is_leader = True
+        self._buckets = {}
+        self._left = []

@@ -24,10 +24,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, .
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
         # The product has 64 bits: its sign is one of them, and the mask takes it off the upper half.
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = (second >> 32 & _MASK) ^ c1 ^ k0, second & _MASK
-        c2, c3 = (first >> 32 & _MASK) ^ c3 ^ k1, first & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        first = c0 * _MULTIPLIERS[0]
+        second = c2 * _MULTIPLIERS[1]
+        c0 = (second >> 32 & _MASK) ^ c1 ^ k0
+        c1 = second & _MASK
+        c2 = (first >> 32 & _MASK) ^ c3 ^ k1
+        c3 = first & _MASK
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 

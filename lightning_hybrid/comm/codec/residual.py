@@ -51,8 +51,12 @@ class Residual:
         may_skip: bool,
         on_cuda: bool = False,
     ) -> None:
-        self.numbers, self.divisor = numbers, divisor
-        self._step, self._may_skip, self._padding, self._on_cuda = step, may_skip, padding, on_cuda
+        self.numbers = numbers
+        self.divisor = divisor
+        self._step = step
+        self._may_skip = may_skip
+        self._padding = padding
+        self._on_cuda = on_cuda
         self._values = values
         self._after: Tensor | None = None  # the values after `_step`, if that counts
         self._is_open = False  # whether `_after` is to be decided on
@@ -93,7 +97,8 @@ class Residual:
 
     def rescaled_(self, step: FeedbackStep) -> Tensor:
         """Return the values in the units of a later step's gradients, which they have from now on."""
-        values, then = self.decided(), self._step.loss_scale
+        values = self.decided()
+        then = self._step.loss_scale
         self._step, self._is_open = step, False  # an outcome that never came is that of a skipped step
         if then is not None and step.loss_scale is not None and then is not step.loss_scale:
             if self._on_cuda:
@@ -106,7 +111,8 @@ class Residual:
     def unscaled(self) -> Tensor:
         """Return the values in the units of gradients that neither the loss scale nor the divisor has changed."""
         # Powers of two both: exact.
-        values, scale = self.decided(), self._step.loss_scale
+        values = self.decided()
+        scale = self._step.loss_scale
         return values * self.divisor if scale is None else values * (self.divisor / scale)
 
     def take(self, rows: Tensor, step: FeedbackStep) -> Tensor:
@@ -115,7 +121,9 @@ class Residual:
             _keep(self._values, *(() if self._after is None else (self._after,)))
         values = self.rescaled_(step).view(-1, BLOCK)
         others = torch.ones(len(self.numbers), dtype=torch.bool).index_fill_(0, rows, False).nonzero().view(-1)
-        self.numbers, self._values, self._after = self.numbers[others], values[others].view(-1), None
+        self.numbers = self.numbers[others]
+        self._values = values[others].view(-1)
+        self._after = None
         return values[rows]
 
 

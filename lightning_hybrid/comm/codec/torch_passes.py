@@ -28,7 +28,8 @@ class TorchPasses:
     """
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
-        self._bits, self._signs = bits, signs
+        self._bits = bits
+        self._signs = signs
 
     def encode(
         self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
@@ -38,7 +39,8 @@ class TorchPasses:
         `ids`: int32, the number of each block. `key`: seed, step, sender, sum in the step; None: to the nearest code.
         `noise`: float64, to which sums of squares are added: of errors, and of what was encoded.
         """
-        num_blocks, most = num_blocks_of(flat.numel()), most_code(self._bits)
+        num_blocks = num_blocks_of(flat.numel())
+        most = most_code(self._bits)
         scales = message[: 2 * num_blocks].view(torch.int16)
         codes = message[2 * num_blocks :].view(num_blocks, BLOCK * self._bits // 8)
         for first in range(0, num_blocks, _SLAB):

@@ -6,7 +6,8 @@ They have run in Triton's interpreter, and on no GPU yet.
 import triton
 import triton.language as tl
 
-_BLOCK, _LANES = tl.constexpr(256), tl.constexpr(64)
+_BLOCK = tl.constexpr(256)
+_LANES = tl.constexpr(64)
 
 
 @triton.jit
@@ -29,7 +30,8 @@ def _addends(ids, block, key, sender, turn):
     """Draw 23 bits for each element: word w of counter j is that of element 64 w + j."""
     lanes = tl.arange(0, _LANES)
     number = (lanes * 0 + tl.load(ids + block)).to(tl.uint32)
-    sender, turn = (lanes * 0 + sender).to(tl.uint32), (lanes * 0 + turn).to(tl.uint32)
+    sender = (lanes * 0 + sender).to(tl.uint32)
+    turn = (lanes * 0 + turn).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, lanes.to(tl.uint32), number, sender, turn)
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # (counter, lower bit of the word, upper bit)
     return (tl.reshape(tl.permute(words, (2, 1, 0)), [_BLOCK]) >> 9).to(tl.int32)

@@ -19,11 +19,13 @@ class TritonPasses:
     """As `TorchPasses`, bit for bit: one kernel for each call, and no wait."""
 
     def __init__(self, bits: int, signs: Tensor | None) -> None:
-        self._most, self._signs = block_format.most_code(bits), signs
+        self._most = block_format.most_code(bits)
+        self._signs = signs
 
     def try_out(self, device: torch.device) -> None:
         """Compile and launch both kernels on one block; where that fails, let Triton's error pass."""
-        flat, ids = torch.zeros(BLOCK, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        flat = torch.zeros(BLOCK, device=device)
+        ids = torch.zeros(1, dtype=torch.int32, device=device)
         message = torch.zeros(1, SCALE_BYTES + BLOCK // (2 if self._most == 7 else 1), dtype=torch.uint8, device=device)
         self.encode(flat, ids, (0, 0, 0, 0), message[0], None)
         self.add(message, flat)
@@ -32,7 +34,9 @@ class TritonPasses:
         self, flat: Tensor, ids: Tensor, key: tuple[int, int, int, int] | None, message: Tensor, noise: Tensor | None
     ) -> None:
         """Write `flat` into `message`, or cut into the rows of a matrix; see `TorchPasses`. Noise is not measured."""
-        num_blocks, rows, whole = num_blocks_of(flat.numel()), self._rows(message), message.view(-1)
+        num_blocks = num_blocks_of(flat.numel())
+        rows = self._rows(message)
+        whole = message.view(-1)
         seed, step, sender, turn = key or (0, 0, 0, 0)
         with torch.cuda.device_of(flat):  # Triton launches on the current device, whichever the tensors are on
             triton_kernels.encode_block[(num_blocks,)](

@@ -32,7 +32,8 @@ def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender
     values = flat
     if flat.dtype is not torch.float32:  # as blocks are
         values = _memory("values", flat.numel(), torch.float32, flat.device, by_backend).copy_(flat)
-    size, me = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    me = dist.get_rank(group)
     if size == 2:
         num_bytes = blocks.coder.codec.message_bytes(flat.numel())
         messages = _messages("messages", 2, num_bytes, flat.device, by_backend)
@@ -46,7 +47,9 @@ def sum_coded_(flat: Tensor, blocks: Blocks, group: dist.ProcessGroup, *, sender
 
 
 def _sum_by_parts_(values: Tensor, blocks: Blocks, group: dist.ProcessGroup, sender: int, by_backend: bool) -> None:
-    coder, size, me = blocks.coder, dist.get_world_size(group), dist.get_rank(group)
+    coder = blocks.coder
+    size = dist.get_world_size(group)
+    me = dist.get_rank(group)
     numel = -(-num_blocks_of(values.numel()) // size) * BLOCK
     parts = [values[rank * numel : (rank + 1) * numel] for rank in range(size)]  # the last may be shorter, or empty
     lengths = [coder.codec.message_bytes(part.numel()) for part in parts]

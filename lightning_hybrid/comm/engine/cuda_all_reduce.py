@@ -17,7 +17,7 @@ from lightning_hybrid.comm.engine.in_flight import InFlightBucket
 
 
 def all_reduce(bucket: InFlightBucket, group: dist.ProcessGroup | None, device: torch.device) -> Future[Tensor]:
-    """Sum a bucket over a group, None where this rank is alone; the future holds the finished sum."""
+    """Sum a bucket over a group, or over this rank alone if it is None. The future holds the finished sum."""
     finish = bucket.finish
 
     def finished(summed: Future[list[Tensor]]) -> Tensor:

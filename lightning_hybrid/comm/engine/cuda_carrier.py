@@ -49,21 +49,25 @@ class CudaCarrier:
     def __init__(
         self, *, device: torch.device, groups: CommGroups, trace: CommTrace, latch: FailureLatch, watchdog: Watchdog
     ) -> None:
-        self._device, self._groups, self._trace = device, groups, trace
-        self._latch, self._watchdog = latch, watchdog
+        self._device = device
+        self._groups = groups
+        self._trace = trace
+        self._latch = latch
+        self._watchdog = watchdog
         self._streams: CudaStreams | None = None
         self._issued: IssuedBuckets | None = None  # those with events; None: there was none yet
         self._aborting = threading.Lock()
         self._stuck: list[str] | None = None  # groups that would not end; None while there is no failure
         self._waits = DeviceWaits(device, also=partial(self.look, with_places=True))
-        latch.look, latch.give_up = self._waits.stalled_s, self._give_up
+        latch.look = self._waits.stalled_s
+        latch.give_up = self._give_up
         trace.look_first(self.look)
 
     def use(self, columns: Mapping[Algorithm, int]) -> None:
         """Do nothing: there is one set of groups, whatever the algorithms. More would only share the streams."""
 
     def accept(self, bucket: InFlightBucket, job: Callable[[Tensor], Job], checksum: int | None) -> None:
-        """Cut a bucket into the chunks of its plan; the thread that submits also puts them on the streams."""
+        """Cut a bucket into the chunks of its plan. The submitting thread also puts them on the streams."""
         if is_any_captured():
             raise RuntimeError(
                 "a bucket was handed over inside a CUDA-graph capture, which this engine cannot be part of: its order "
@@ -75,7 +79,7 @@ class CudaCarrier:
         bucket.split(job, bucket.plan.num_chunks, checksum=None, alignment=alignment)
 
     def carry(self, bucket: InFlightBucket) -> Future[Tensor]:
-        """Put all of a bucket on the streams; the future carries a CUDA event. Raises where a stage does."""
+        """Put all chunks of a bucket on the streams. The future carries a CUDA event."""
         try:
             bucket.compare_contents(self._watchdog)
             future = self._put(bucket)
@@ -116,7 +120,8 @@ class CudaCarrier:
         events.ready.record()
         bucket.finish = events.finishing(bucket.finish, self._device)
         if group is not None:
-            chunk, num_bytes = bucket.chunks[0], bucket.plan.num_bytes
+            chunk = bucket.chunks[0]
+            num_bytes = bucket.plan.num_bytes
             stage = StageEvents(chunk=chunk, name="all_reduce", num_bytes=num_bytes, begin=None, end=events.done)
             events.stages.append(stage)
         future = all_reduce(bucket, group, self._device)
@@ -161,7 +166,7 @@ class CudaCarrier:
                     self._stuck = self._groups.abort(limit_s=ABORT_LIMIT_S)
 
     def end(self, *, limit_s: Callable[[], float]) -> list[str]:
-        """Free the communicators when the device is done or `limit_s` over; returns what would not end, by name."""
+        """Free the communicators when the device is done or `limit_s` is over. Return names that do not end."""
         # After a failure nothing is waited for. Not `synchronize`: after a rank is lost a kernel may never end, and the
         # host would hang with it.
         is_busy = self._stuck is None and self._waits.stalled_s() > 0

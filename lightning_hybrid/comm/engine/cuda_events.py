@@ -30,7 +30,7 @@ def new_event() -> torch.cuda.Event:
 
 @dataclass(kw_only=True)
 class StageEvents:
-    """A stage of a chunk on a stream; `begin` is None unless a timeline wants it."""
+    """Stage of a chunk on a stream. `begin` is None unless a timeline needs it."""
 
     chunk: Chunk
     name: str
@@ -83,7 +83,7 @@ class BucketEvents:
                     break
 
     def times(self, at_s: Callable[[torch.cuda.Event], float]) -> DeviceTimes:
-        """Return the times of the bucket; `at_s` gives that of an event."""
+        """Return the times of the bucket. `at_s` returns the time of an event."""
         stages = []
         for stage in self.stages:
             if stage.begin is not None:
@@ -143,7 +143,8 @@ class IssuedBuckets:
             self._report()
 
     def _report(self) -> None:
-        finished, self._unreported = self._unreported, []
+        finished = self._unreported
+        self._unreported = []
         if not finished:
             return
         first = finished[0].ready

@@ -35,22 +35,28 @@ class CudaStreams:
     """The two streams of an engine, on which `put` runs a bucket's stages; `keep_events`: with the begin of each."""
 
     def __init__(self, device: torch.device, groups: CommGroups, *, keep_events: bool) -> None:
-        self._device, self._groups, self._keep_events = device, groups, keep_events
+        self._device = device
+        self._groups = groups
+        self._keep_events = keep_events
         self._network, self._node = (torch.cuda.Stream(device, priority=HIGH_PRIORITY) for _ in range(2))
 
     def put(self, events: BucketEvents) -> Future[Tensor]:
         """Put all stages of a bucket on the streams; the future carries a CUDA event."""
-        bucket, flat = events.bucket, events.bucket.flat
+        bucket = events.bucket
+        flat = events.bucket.flat
         stages = stages_by_name(bucket.plan.algorithm)
         streams = [self._node if stage.scope == "node" else self._network for stage in stages]
         streams[0].wait_event(events.ready)
         flat.record_stream(streams[-1])  # the allocator must not give it away before: that stream waits for the others
         ends: dict[Chunk, torch.cuda.Event] = {}
         for chunk, index in _in_order(bucket.chunks, streams):
-            stage, stream, group = stages[index], streams[index], self._groups.by_stage[stages[index].name]
+            stage = stages[index]
+            stream = streams[index]
+            group = self._groups.by_stage[stages[index].name]
             bucket.stage = stage.name
             # An event costs the host some time: the begin of a stage is wanted for a timeline only.
-            begin, end = new_event() if self._keep_events else None, new_event()
+            begin = new_event() if self._keep_events else None
+            end = new_event()
             if index and stream is not streams[index - 1]:
                 stream.wait_event(ends[chunk])  # now, and not before: another chunk's stage is between
             with torch.cuda.stream(stream):

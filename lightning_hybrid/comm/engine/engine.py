@@ -97,12 +97,16 @@ class CommEngine:
         compared: Mapping[str, object] | None = None,
         num_terms: int | None = None,
     ) -> None:
-        self.topology, self.plan, self.device = topology, plan, device
+        self.topology = topology
+        self.plan = plan
+        self.device = device
         self.trace = CommTrace() if trace is None else trace
-        self.dtype_across_nodes, self.num_terms = dtype_across_nodes, num_terms or topology.world_size
+        self.dtype_across_nodes = dtype_across_nodes
+        self.num_terms = num_terms or topology.world_size
         self.update_scope: Literal["node", "world"] = shares_update or "node"
         self._exchanging = {shares_update, "node" if getattr(dtype_across_nodes, "error_feedback", False) else None}
-        self._timeout, self._is_closed = timeout, False
+        self._timeout = timeout
+        self._is_closed = False
         self._turn = threading.RLock()  # to submit: what is put on streams comes there in the order that is recorded
         fallback = plan.fallback(topology)
         if fallback is not None and topology.rank == 0:
@@ -116,7 +120,9 @@ class CommEngine:
         self._order = BucketOrder()
         self._latch = FailureLatch(self._order)
         # Before any group is made: ranks with different plans would make different groups, and wait for each other.
-        topology, on_cuda, dtype = self.topology, self._on_cuda, self.dtype_across_nodes
+        topology = self.topology
+        on_cuda = self._on_cuda
+        dtype = self.dtype_across_nodes
         alone = topology.world_size == 1
         found = ("", [], []) if alone else compare_plans(self.plan, topology, self.device, dtype, group, compared)
         self._watchdog = self._new_watchdog(*found)
@@ -128,7 +134,8 @@ class CommEngine:
         self._watchdog.start()  # after all groups are made, as they need the store and its client serves one at a time
 
     def _new_watchdog(self, token: str, hosts: list[str], addresses: list[list[str]]) -> Any:
-        rank, size = self.topology.rank, self.topology.world_size
+        rank = self.topology.rank
+        size = self.topology.world_size
         store = dist.HashStore() if size == 1 else private_store(f"lightning_hybrid/{token}")
         limit_s = GIVE_UP_AT * self._timeout.total_seconds() if self._on_cuda else None
         known: Any = {"hosts": hosts, "addresses": addresses, "give_up_after_s": limit_s}
@@ -149,7 +156,8 @@ class CommEngine:
         return StageThreads(**shared)
 
     def _new_coder(self) -> Coder | None:
-        codec, topology = self.dtype_across_nodes, self.topology
+        codec = self.dtype_across_nodes
+        topology = self.topology
         if not isinstance(codec, Codec):
             return None
         if topology.num_nodes > 1:
@@ -240,7 +248,9 @@ class CommEngine:
         self, bucket: InFlightBucket, block_ids: Tensor | None, feedback: BucketFeedback | None
     ) -> Callable[[Tensor], Job]:
         assert self.coder is not None
-        flat, new_job, blocks = bucket.flat, self._new_job, Blocks.of(self.coder, bucket.flat, block_ids, feedback)
+        flat = bucket.flat
+        new_job = self._new_job
+        blocks = Blocks.of(self.coder, bucket.flat, block_ids, feedback)
         self.coder.turn += int(bucket.is_last)  # a step may have several sums of all gradients
 
         def job(part: Tensor) -> Job:
@@ -275,7 +285,8 @@ class CommEngine:
         # Decided once: it runs in every step, in the thread of backward.
         key = (index, numel, dtype, exchange, is_exact)
         if key not in self._buckets:
-            num_bytes, topology = numel * dtype.itemsize, self.topology
+            num_bytes = numel * dtype.itemsize
+            topology = self.topology
             narrow = None if is_exact else self.dtype_across_nodes
             name = str(dtype).removeprefix("torch.")
             plan = self.plan.bucket(

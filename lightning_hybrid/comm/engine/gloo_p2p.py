@@ -34,7 +34,8 @@ _thread_local = threading.local()
 
 def reduce_to_first_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group into that of its rank 0; the others stay."""
-    me, size = dist.get_rank(group), dist.get_world_size(group)
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
     if me:
         _send(flat, 0, group).wait()
         return
@@ -59,7 +60,8 @@ def part_of(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) 
 
 def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """Sum each rank's `part_of(flat)` over the group, in its place; other parts stay."""
-    me, size = dist.get_rank(group), dist.get_world_size(group)
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
     parts = _parts(flat, size, alignment)
     numel = parts[me].numel()
     rows = list(scratch("rows", size * numel, flat.dtype).view(size, numel))
@@ -72,7 +74,8 @@ def scatter_reduce_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALI
 
 def gather_parts_(flat: Tensor, group: dist.ProcessGroup, alignment: int = ALIGNMENT) -> None:
     """Copy each rank's `part_of(flat)` to all others."""
-    me, size = dist.get_rank(group), dist.get_world_size(group)
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
     parts = _parts(flat, size, alignment)
     others = _others(me, size)
     arrivals = [_receive(parts[rank], rank, group) for rank in others if parts[rank].numel()]
@@ -90,7 +93,8 @@ def collect_parts_(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 def exchange_(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `flat` over the group on every rank; each sends (n - 1) times its bytes."""
-    me, size = dist.get_rank(group), dist.get_world_size(group)
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
     rows = list(scratch("rows", size * flat.numel(), flat.dtype).view(size, flat.numel()))
     arrivals = [None if rank == me else _receive(rows[rank], rank, group) for rank in range(size)]
     departures = [_send(flat, rank, group) for rank in _others(me, size)]
@@ -154,7 +158,8 @@ def _add_up(
         return row
 
     if len(rows) == 2:  # one addition, hence one rounding, in any dtype
-        first, second = arrived(rows[0]), arrived(rows[1])
+        first = arrived(rows[0])
+        second = arrived(rows[1])
         before_writing()
         torch.add(first, second, out=out)
         return

@@ -176,7 +176,8 @@ class InFlightBucket:
 
     def fail(self, error: str, cause: BaseException | None) -> None:
         """Let the future raise."""
-        self.error, self.cause = error, cause
+        self.error = error
+        self.cause = cause
         # Not `set_exception`: DDP would report a failed cast in place of the error.
         self.done.set_result(None)  # `result` then raises
 
@@ -246,9 +247,11 @@ class FailureLatch:
             if not self.error:
                 self.error = error + " The gradients of this step are lost, and this engine takes no more."
                 self.cause = cause
-            lost, self.in_flight = list(self.in_flight), {}
+            lost = list(self.in_flight)
+            self.in_flight = {}
             for bucket in lost:  # before anything waits: a thread may be about to put one on the streams
-                bucket.error, bucket.cause = self.error, self.cause
+                bucket.error = self.error
+                bucket.cause = self.cause
         # Without the lock: on CUDA it waits for communicators to end, and other threads ask for the status meanwhile.
         self.give_up(lost)
         for bucket in lost:
@@ -265,11 +268,14 @@ class FailureLatch:
         with self.lock:
             oldest = next(iter(self.in_flight), None)
             if oldest is not None:
-                place, is_inside = oldest.place, oldest.is_inside
+                place = oldest.place
+                is_inside = oldest.is_inside
             elif self._device_s > STALL_S:
-                place, is_inside = BEHIND_DEVICE, True
+                place = BEHIND_DEVICE
+                is_inside = True
             else:
-                place, is_inside = f"{IDLE}, {self.waited or place}", is_inside or bool(self.waited)
+                place = f"{IDLE}, {self.waited or place}"
+                is_inside = is_inside or bool(self.waited)
             return RankStatus(
                 num_submitted=self._order.num_submitted,
                 order=f"{self._order.value:016x}",

@@ -57,7 +57,9 @@ def scatter_across_(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 def collect_(job: Job, group: dist.ProcessGroup) -> None:
     """Give the first rank all parts."""
-    me, size, topology = dist.get_rank(group), dist.get_world_size(group), job.topology
+    me = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    topology = job.topology
     sharers = topology.sharers("node" if size == len(topology.node) else "world")
     chunks = job.flat.chunk(size)
     parts = [chunks[sharers.index(rank)] for rank in sorted(sharers)]

@@ -67,7 +67,8 @@ class BucketOrder:
     def __init__(self) -> None:
         self.num_submitted = self.num_steps = self.value = 0
         self.recent: deque[str] = deque(maxlen=NUM_RECENT)
-        self._all, self._step = RollingHash(), RollingHash()
+        self._all = RollingHash()
+        self._step = RollingHash()
         self._known: set[int] = set()  # hashes of the beginnings of steps
 
     def add(self, bucket: BucketPlan, *, is_last: bool, reduction: str = "") -> str | None:
@@ -128,7 +129,8 @@ class ChecksummedCopy:
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.whole = torch.empty(numel + NUM_CHECKSUM_ELEMENTS, dtype=dtype)
-        self.body, self._checksum = self.whole[:numel], self.whole[numel:]
+        self.body = self.whole[:numel]
+        self._checksum = self.whole[numel:]
 
     def fill(self, flat: Tensor, value: int) -> None:
         """Copy `flat` and put the checksum of `value` behind it."""

@@ -28,7 +28,8 @@ class CommGroups:
 
     def __init__(self, *, topology: Topology | ReplicaSets, timeout: timedelta, share: bool = False) -> None:
         self.topology = topology
-        self._timeout, self._share = timeout, share
+        self._timeout = timeout
+        self._share = share
         self.by_stage: dict[str, dist.ProcessGroup | None] = {}
         self._built: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: made, and this rank is not in it
         # Each stage has groups of its own: two stages on one Gloo group would be matched with each other by order of
@@ -42,7 +43,8 @@ class CommGroups:
 
     def add(self, scopes: Mapping[str, Scope]) -> None:
         """Make the groups of the stages (by name) that have none yet. Collective: the same stages in the same order."""
-        rank, built = self.topology.rank, self._built
+        rank = self.topology.rank
+        built = self._built
         for stage, scope in scopes.items():
             if stage in self.by_stage:
                 continue
@@ -88,12 +90,16 @@ class CommGroups:
             forget(group)
 
     def _give_up(self) -> list[dist.ProcessGroup]:
-        owned, self._owned, self.by_stage, self._built = self._owned, [], {}, {}
+        owned = self._owned
+        self._owned = []
+        self.by_stage = {}
+        self._built = {}
         return owned
 
     def destroy_stage(self, stage: str) -> None:
         """Free the group of one stage (no shared one): ranks that wait in a collective of it learn so by an error."""
-        group, self.by_stage[stage] = self.by_stage.get(stage), None
+        group = self.by_stage.get(stage)
+        self.by_stage[stage] = None
         self._built = {ranks: each for ranks, each in self._built.items() if each is not group}  # no reference may stay
         if group is not None:
             self._owned = [owned for owned in self._owned if owned is not group]

@@ -151,7 +151,8 @@ class StageThreads:
         if self._latch.error:
             stage_thread.is_inside = False
             return False
-        stage, began_s = stage_thread.stage, 0.0
+        stage = stage_thread.stage
+        began_s = 0.0
         chunk.place = f"in stage `{stage.name}`"
         if self._trace.keep_events:
             began_s = self._trace.now_s()

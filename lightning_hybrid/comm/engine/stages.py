@@ -69,7 +69,8 @@ def _sum_across_(
     flat: Tensor, job: Job, group: dist.ProcessGroup, all_reduce: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
     if job.blocks is not None:
-        nodes, node = job.topology.nodes, job.topology.node
+        nodes = job.topology.nodes
+        node = job.topology.node
         # Noise that depends on the node alone is the same in every algorithm in which nodes send one message.
         sender = nodes.index(node) if dist.get_world_size(group) == len(nodes) else dist.get_rank(group)
         blocks = job.blocks.since(job.shard_begin)

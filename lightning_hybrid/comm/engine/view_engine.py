@@ -21,7 +21,8 @@ class ViewEngine(CommEngine):
 
     def _begin(self, compared: Any, **more: Any) -> None:
         if self._view is None:
-            self._is_closed, self._compared = True, compared
+            self._is_closed = True
+            self._compared = compared
             self._latch = FailureLatch(BucketOrder())  # errors of before are asked for
         else:
             super()._begin(compared, **more)
@@ -41,7 +42,8 @@ class ViewEngine(CommEngine):
             ValueError: on every rank, if plans differ.
             RuntimeError: a rank is lost meanwhile.
         """
-        self._view, self.topology = view, view.of_view
+        self._view = view
+        self.topology = view.of_view
         self._begin(self._compared, group=view.world, groups=view)
         self._is_closed = False
 

@@ -73,13 +73,18 @@ class ViewGroups(CommGroups):
         self._share = on_cuda  # from here on: the default group, of one host, outlives the view
         # Ranks of one GPU have Gloo, as NCCL takes one rank on each.
         self._backend = "nccl" if on_cuda and dist.get_backend() != "gloo" else "gloo"
-        self.of_view, self._device = topology, device
+        self.of_view = topology
+        self._device = device
         self.world: dist.ProcessGroup | None = None
-        self._aborting, self._stuck = threading.Lock(), list[str]()
+        self._aborting = threading.Lock()
+        self._stuck = list[str]()
         self._on_devices: dict[str, dist.ProcessGroup] = {}  # those to abort, until they are
         self._on_gloo: list[dist.ProcessGroup] = []
         self.is_stuck = False
-        self.number, self._store_at, self._is_cut, self._cut_s = number, store, False, 0.0
+        self.number = number
+        self._store_at = store
+        self._is_cut = False
+        self._cut_s = 0.0
 
     def open(self) -> None:
         """Connect to the store, and make the group of all ranks. From here on `cut` may be called."""
@@ -101,7 +106,8 @@ class ViewGroups(CommGroups):
     def _new_group(self, ranks: tuple[int, ...], desc: str, backend: str) -> dist.ProcessGroup:
         # What `init_process_group` does for a second world: `new_group` knows the ranks of the default group alone.
         torch_groups: Any = dist.distributed_c10d
-        rank, name = ranks.index(self.topology.rank), f"view {self.number}, {desc}, {ranks}"
+        rank = ranks.index(self.topology.rank)
+        name = f"view {self.number}, {desc}, {ranks}"
         more: dict[str, Any] = {"group_name": name, "timeout": self._timeout, "group_desc": desc}
         if backend == "nccl":
             more |= {"backend_options": options_of_nccl(self._timeout), "device_id": self._device}
@@ -173,7 +179,8 @@ class ViewGroups(CommGroups):
     def abort(self, *, limit_s: float) -> list[str]:
         """Abort what NCCL does in these groups, and in no other; from any thread, each of which waits until it is."""
         with self._aborting:
-            groups, self._on_devices = self._on_devices, {}
+            groups = self._on_devices
+            self._on_devices = {}
             self._stuck += abort_together(groups.items(), limit_s=limit_s)
             return self._stuck
 
@@ -227,7 +234,8 @@ def _in_thread(do: Callable[[], Any], device: torch.device, *, is_over: Callable
 def options_of_nccl(timeout: timedelta) -> Any:
     """Return the options of a group that torch does not split from its default group, which has other ranks."""
     options = dist.ProcessGroupNCCL.Options()
-    options.lazy_init, options._timeout = True, timeout
+    options.lazy_init = True
+    options._timeout = timeout
     return options
 
 
@@ -235,7 +243,8 @@ class ViewWatch:
     """Compares buckets over the ranks of a view, and ends its sums where one fails; of losses, membership knows."""
 
     def __init__(self, store: dist.Store, latch: FailureLatch) -> None:
-        self._store, self._latch = store, latch
+        self._store = store
+        self._latch = latch
 
     def start(self) -> None:
         """Do nothing: there is no thread."""

@@ -42,7 +42,8 @@ class DeviceWaits:
             if is_any_captured():
                 return
             if self._event is None or self._event.query():
-                event, self._since_s = torch.cuda.Event(), monotonic()
+                event = torch.cuda.Event()
+                self._since_s = monotonic()
                 event.record(self._stream)
                 self._event = None if event.query() else event
         except RuntimeError:  # of the driver: the host meets it too, and says so

@@ -46,7 +46,8 @@ def collect(
         there = [next((key for key in of_rank if store.check([key])), None) for of_rank in keys]
         return [None if key is None else RankStatus.from_json(store.get(key).decode()) for key in there]
 
-    missing, end_s = list(range(len(keys))), monotonic() + limit_s
+    missing = list(range(len(keys)))
+    end_s = monotonic() + limit_s
     while missing and monotonic() < end_s:
         meanwhile()
         missing = ask(partial(without_status, missing))
@@ -72,8 +73,12 @@ class Presence:
         status: Callable[[], RankStatus],
         wait: Callable[[float], bool],
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._ask, self._status, self._wait = ask, status, wait
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._ask = ask
+        self._status = status
+        self._wait = wait
         self._num_answered = 0
         self._num_in_a_row = 0  # questions since this rank is waiting, of any rank
 

@@ -16,7 +16,8 @@ class ReplicaDriftError(RuntimeError):
 
 def first_difference(values_of: Sequence[dict[str, int]], hosts: Sequence[str]) -> str:
     """Describe the first name whose values are not the same on all ranks, and who holds which."""
-    differing, names = names_that_differ(values_of), {name for values in values_of for name in values}
+    differing = names_that_differ(values_of)
+    names = {name for values in values_of for name in values}
     held = {rank: of for rank, of in enumerate(values_of) if differing[0] in of or not differing[0].startswith(PART)}
     by_value = grouped((values.get(differing[0]), rank) for rank, values in held.items())
     # The value that most ranks hold is taken for the right one; of equally many, that of the lowest rank.

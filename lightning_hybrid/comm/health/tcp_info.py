@@ -63,7 +63,8 @@ def tcp_connections() -> list[TcpConnection]:
 def _connection_of(own: socket.socket) -> TcpConnection | None:
     if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
         return None
-    peer, here = own.getpeername(), own.getsockname()
+    peer = own.getpeername()
+    here = own.getsockname()
     info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)  # struct tcp_info
     # tcpi_unacked, tcpi_last_data_recv, tcpi_last_ack_recv of linux/tcp.h. What waits because a stopped process reads
     # nothing is not sent, and not in tcpi_unacked.

@@ -19,7 +19,8 @@ from torch import Tensor
 
 _ROW = 1 << 14
 # The products of so many rows stay in cache: 2 MiB on a CPU; 16 MiB on a GPU, where a launch costs more.
-_BLOCK_ROWS, _BLOCK_ROWS_ON_CUDA = 16, 128
+_BLOCK_ROWS = 16
+_BLOCK_ROWS_ON_CUDA = 128
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -52,7 +53,8 @@ class Fingerprint:
 
     def _rows(self, values: Tensor, weights: Tensor) -> Tensor:
         whole = values.numel() // _ROW * _ROW
-        rows, rest = values[:whole].view(-1, _ROW), values[whole:]
+        rows = values[:whole].view(-1, _ROW)
+        rest = values[whole:]
         block_rows = _BLOCK_ROWS if values.device.type == "cpu" else _BLOCK_ROWS_ON_CUDA
         blocks = rows.split(block_rows) if whole else ()  # torch 2.11 cannot trace the split of no rows
         sums = [(block * weights).sum(1) for block in blocks]

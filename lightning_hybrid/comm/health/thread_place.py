@@ -39,7 +39,8 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
     is_inside = frame is not None and (
         frame.f_code.co_filename.startswith(files) or "broadcast" in frame.f_code.co_name
     )
-    name, within = "", frame
+    name = ""
+    within = frame
     while within is not None and within.f_code.co_filename.startswith(_COLLECTIVES):
         name = name if within.f_code.co_name == "wrapper" else within.f_code.co_name  # torch's, around each collective
         within = within.f_back

@@ -71,11 +71,13 @@ class Watchdog:
         self._rank = rank
         self._world_size = world_size
         self._watched = watched
-        self._hosts, self._addresses = hosts, addresses
+        self._hosts = hosts
+        self._addresses = addresses
         # All ranks ask one store: with thousands of them less often, to spare it.
         self._poll_s = max(0.25, world_size / 2000)
         self._idle_poll_s = max(1.0, world_size / 500)
-        self._error_of_all, self._is_cut_off = "", False
+        self._error_of_all = ""
+        self._is_cut_off = False
         self._lock = threading.Lock()  # one request to the store at a time
         self._ended = threading.Event()
         self._give_up_after_s = give_up_after_s
@@ -156,7 +158,9 @@ class Watchdog:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        since_asked_s, has_answered, num_unanswered = 0.0, False, 0
+        since_asked_s = 0.0
+        has_answered = False
+        num_unanswered = 0
         while not self._ended.wait(self._poll_s):
             since_asked_s += self._poll_s
             stalled_s = self._watched.stalled_s()
@@ -206,7 +210,8 @@ class Watchdog:
     # ---- requests to the store ---------------------------------------------------------------------------------------
 
     def _status_and_liveness(self) -> RankStatus:
-        status, waited_s = self._watched.status(), self._watched.stalled_s()
+        status = self._watched.status()
+        waited_s = self._watched.stalled_s()
         # Connections are looked at only where this rank waits: it costs a system call for each.
         found = tcp_info.tcp_connections() if waited_s else []
         return replace(status, liveness=tcp_info.liveness_by_address(found, waited_s=waited_s))
@@ -215,7 +220,8 @@ class Watchdog:
         self._store.set(f"status/{self._rank}", self._status_and_liveness().to_json())
 
     def _store_failed(self, error: Exception) -> str:
-        waited_s, port = max(self._watched.stalled_s(), STORE_LIMIT_S), store_port()
+        waited_s = max(self._watched.stalled_s(), STORE_LIMIT_S)
+        port = store_port()
         connections = tcp_info.tcp_connections()
         # All connections to the store's host, not that of the store alone: any of them shows that the host lives.
         to_host = {each.peer for each in connections if each.port == port}

@@ -69,7 +69,8 @@ def traffic_of(
 
     Source: Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69); tests/netlab measures `across` and `inside`.
     """
-    num_ranks, num_nodes = topology.world_size, topology.num_nodes
+    num_ranks = topology.world_size
+    num_nodes = topology.num_nodes
     most_ranks = max(len(node) for node in topology.nodes)  # the busiest node is the largest
     if is_exchange(algorithm):
         if algorithm == "world_sum":
@@ -82,7 +83,8 @@ def traffic_of(
     least_across = 2 * (num_nodes - 1) / num_nodes * wire
     if algorithm in ("flat", "parallel_flat") and not is_ring and num_nodes > 1:
         part = 2 / num_ranks * wire  # what one rank sends to one other
-        across, inside = most_ranks * (num_ranks - most_ranks) * part, most_ranks * (most_ranks - 1) * part
+        across = most_ranks * (num_ranks - most_ranks) * part
+        inside = most_ranks * (most_ranks - 1) * part
         return Traffic(least_across=least_across, across=across, inside=inside)
     if algorithm in ("flat", "parallel_flat"):
         edge = 2 * (num_ranks - 1) / num_ranks * wire  # bytes over each edge of the ring

@@ -46,16 +46,24 @@ class Connection(asyncio.Protocol):
         sock.setblocking(False)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self._thread, self.since_s = sock, thread, monotonic()
-        self.peer, self.is_trusted, self.is_connected = "a stranger", False, False
-        self._received, self._unsent = b"", b""
+        self.sock = sock
+        self._thread = thread
+        self.since_s = monotonic()
+        self.peer = "a stranger"
+        self.is_trusted = False
+        self.is_connected = False
+        self._received = b""
+        self._unsent = b""
         self.opening: asyncio.Task[None] | None = None
         self._read: Callable[[dict[str, Any]], None] = lambda message: thread.greet(self, message)
         self._ended: Callable[[bool], None] = lambda is_dead: None
 
     def trust(self, peer: str, read: Callable[[dict[str, Any]], None], ended: Callable[[bool], None]) -> None:
         """Give all further messages to `read`, and say to `ended` whether the process at the other end surely died."""
-        self.peer, self.is_trusted, self._read, self._ended = peer, True, read, ended
+        self.peer = peer
+        self.is_trusted = True
+        self._read = read
+        self._ended = ended
 
     def send(self, **message: Any) -> None:
         """Send a message, now or as soon as the socket takes it."""
@@ -79,7 +87,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Send what was held back."""
-        self._transport, self.is_connected = transport, True
+        self._transport = transport
+        self.is_connected = True
         transport.write(self._unsent)
 
     def data_received(self, data: bytes) -> None:
@@ -112,7 +121,8 @@ class SocketThread:
     key = ""  # of this host, once known
 
     def __init__(self, settings: Settings, deliver: Callable[[str, Any], None], *listeners: socket.socket) -> None:
-        self._settings, self._deliver = settings, deliver
+        self._settings = settings
+        self._deliver = deliver
         self.sockets: dict[socket.socket, Connection | None] = dict.fromkeys(listeners)
         self._loop = asyncio.SelectorEventLoop()
         self._loop.set_exception_handler(self._crash)
@@ -214,7 +224,8 @@ class SocketThread:
     def _tick_again(self, last_s: float) -> None:
         if self._end.done():
             return
-        now, pause_s = monotonic(), self.pause_s
+        now = monotonic()
+        pause_s = self.pause_s
         self.tick(now, now - last_s > pause_s + 0.375 * self._settings.silent_s)
         for each in self._connections():
             if not each.is_trusted and now - each.since_s > GREETING_S:

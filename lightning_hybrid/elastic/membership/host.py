@@ -44,7 +44,8 @@ class Host(SocketThread):
             if at_meet is None and (at_meet := listen(split(address))):
                 self._place = place
         ip = at_meet.getsockname()[0] if at_meet else own_ip_towards(settings.meet[0])
-        at_own, at_path = listen((ip, 0)), listen(settings.path, socket.AF_UNIX)
+        at_own = listen((ip, 0))
+        at_path = listen(settings.path, socket.AF_UNIX)
         assert at_own is not None
         if at_path is None:
             raise RuntimeError("elastic: another first rank of this host runs: give each host a name of its own")
@@ -202,7 +203,8 @@ class Host(SocketThread):
             local = int(message["local"])
             if struct.unpack("3i", credentials)[1] != os.getuid() or local in self._ranks or local == 0:
                 raise MalformedError(f"local rank {local} is another user's, or there already")
-            self._ranks[local], self._seen_s[local] = connection, monotonic()
+            self._ranks[local] = connection
+            self._seen_s[local] = monotonic()
             connection.trust(f"rank {local}", partial(self._hear_rank, local), partial(self._has_rank_ended, local))
             connection.send(kind="hello", key=self.key)
         elif message["token"] != self._settings.token:
@@ -217,7 +219,8 @@ class Host(SocketThread):
             connection.trust(key, partial(self._hear_host, key, connection), partial(self._has_ended, key))
 
     def _hear_host(self, host: str, connection: Connection, message: dict[str, Any]) -> None:
-        self._seen_s[host], kind = monotonic(), message["kind"]
+        self._seen_s[host] = monotonic()
+        kind = message["kind"]
         if kind == "ask":
             if not self.machine.is_over:
                 self._tell_where(connection)
@@ -244,7 +247,8 @@ class Host(SocketThread):
 
     def tick(self, now: float, is_late: bool) -> None:
         """Give signs of life, and look who gave none."""
-        machine, silent_s = self.machine, self._settings.silent_s
+        machine = self.machine
+        silent_s = self._settings.silent_s
         if machine.is_over:
             return
         if is_late:  # none was heard meanwhile, for no fault of theirs
@@ -289,7 +293,8 @@ class Host(SocketThread):
         connection.send(kind="at", host=self.machine.head(), is_running=bool(self.machine.run))
 
     def _join_or_form(self, now: float) -> None:
-        settings, machine = self._settings, self.machine
+        settings = self._settings
+        machine = self.machine
         answers = {place: one for place, one in self._answers.items() if now - one[2] < settings.silent_s}
         running = [host for host, is_running, _ in answers.values() if is_running]
         lower = [place for place in sorted(answers) if self._place is None or place < self._place]
@@ -299,8 +304,10 @@ class Host(SocketThread):
             self._peer(host).send(kind="join", committed=committed)
         elif self._place is not None:
             if len(machine.lobby) != self._num_waiting:
-                self._num_waiting, self._since_s = len(machine.lobby), now
-            num_hosts, waited_s = 1 + len(machine.lobby), now - self._since_s
+                self._num_waiting = len(machine.lobby)
+                self._since_s = now
+            num_hosts = 1 + len(machine.lobby)
+            waited_s = now - self._since_s
             is_sure = waited_s > settings.silent_s or all(place in self._refused for place in range(self._place))
             is_full = num_hosts >= settings.max_hosts
             if is_sure and (is_full or (num_hosts >= settings.min_hosts and waited_s > settings.wait_s)):

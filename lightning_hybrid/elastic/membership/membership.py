@@ -58,7 +58,8 @@ class Follower(SocketThread):
             self._committed = None
 
     def _hear(self, message: dict[str, Any]) -> None:
-        self._seen_s, kind = monotonic(), message["kind"]
+        self._seen_s = monotonic()
+        kind = message["kind"]
         if kind == "hello":
             self.key = message["key"]
             self._say_it()
@@ -87,7 +88,8 @@ class Follower(SocketThread):
             except OSError:  # it has not started yet
                 sock.close()
                 return
-            self._first, self._seen_s = self.open(sock), now
+            self._first = self.open(sock)
+            self._seen_s = now
             self._first.trust("the first rank", self._hear, self._has_closed)
             self._first.send(kind="hello", local=self._settings.local)
         elif self._first:
@@ -121,7 +123,9 @@ class Membership:
     ) -> None:
         meet = [f"{socket.gethostbyname(ip)}:{port}" for ip, port in map(split, meet)]
         self._settings = Settings(meet=meet, **settings)
-        self._on_change, self._make_store, self._on_own_host_lost = on_change, make_store, on_own_host_lost
+        self._on_change = on_change
+        self._make_store = make_store
+        self._on_own_host_lost = on_own_host_lost
         self._changed = threading.Condition()
         self._view: View | None = None
         self._error: Exception | None = None

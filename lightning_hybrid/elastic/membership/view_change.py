@@ -30,7 +30,9 @@ class ViewChange:
     """
 
     def __init__(self, me: str, *, ranks_per_host: int, min_hosts: int, max_hosts: int) -> None:
-        self._ranks_per_host, self._min_hosts, self._max_hosts = ranks_per_host, min_hosts, max_hosts
+        self._ranks_per_host = ranks_per_host
+        self._min_hosts = min_hosts
+        self._max_hosts = max_hosts
         self.me = me
         self.run = ""  # none yet: this host waits in the lobby of another
         self.number = -1  # of the latest view known to be installed, by whomever, and its hosts
@@ -73,7 +75,8 @@ class ViewChange:
 
     def come(self, local: int, committed: int, store: str = "") -> None:
         """Note that a rank of this host has come to the change: its committed steps; of the first, a fresh store."""
-        self.committed[local], self.store = committed, store or self.store
+        self.committed[local] = committed
+        self.store = store or self.store
         if not self.has_ended:
             self.end_view(f"a sum broke on host {name_of(self.me)}")
         self._advance()
@@ -179,7 +182,9 @@ class ViewChange:
         if number > self.number and self.me not in hosts and (self.hosts or self.attempts):
             self._isolate(f"{names_of(hosts)} go on without this host")
         elif number > self.number:
-            self.number, self.hosts, self.top = number, hosts, max(self.top, number)
+            self.number = number
+            self.hosts = hosts
+            self.top = max(self.top, number)
             self.attempts = {key: value for key, value in self.attempts.items() if key[0] > number}
             self.readies = {}  # of an earlier change
 
@@ -204,7 +209,8 @@ class ViewChange:
                 return
             self.run = offer["run"]
             self._merge({**offer, "attempts": [*offer["attempts"], [offer["to"], sender, offer["next"]]]})
-        before, ready = self.readies.get(self.me), self._ready()
+        before = self.readies.get(self.me)
+        ready = self._ready()
         self.readies[self.me] = ready
         if before is None or before["lost"] != ready["lost"]:
             self._send([host for host in self.candidates() if self.lost.get(host) not in FOR_SURE], **ready)
@@ -228,7 +234,9 @@ class ViewChange:
         self._exclude([host for host in self.candidates() if host not in offer["next"]], offer["to"], offer["next"])
         self.attempts = {(number, proposer): hosts for number, proposer, hosts in offer["attempts"]}
         self.attempts[offer["to"], head] = offer["next"]
-        self.promised, self.top, self.accepted = offer["to"], max(self.top, offer["to"]), offer
+        self.promised = offer["to"]
+        self.top = max(self.top, offer["to"])
+        self.accepted = offer
         self._send([head], kind="accept", number=offer["to"])
         self._advance()
 
@@ -257,7 +265,8 @@ class ViewChange:
             steps |= {host: [-1] * self._ranks_per_host if self.hosts else self.lobby[host] for host in joining}
             why = [*self.reasons, *([f"{names_of(joining)} joins"] if joining and self.hosts else [])]
             more = {"store": self.store, "reasons": list(dict.fromkeys(why)), "lost": {}, **who_takes_from_whom(steps)}
-            self.proposal, self.accepts = {**wanted, "kind": "propose", "to": self.top, **more}, []
+            self.proposal = {**wanted, "kind": "propose", "to": self.top, **more}
+            self.accepts = []
             self.invited += [host for host in joining if host not in self.invited]
             self._send(wanted["next"], **self.proposal)
         if {*self.accepts, self.me} >= set(wanted["next"]):
@@ -272,7 +281,8 @@ class ViewChange:
         self._learn(proposal["to"], proposal["next"])
         self.lost = {host: how for host, how in self.lost.items() if host in self.hosts}
         self.lobby = {host: steps for host, steps in self.lobby.items() if host not in self.hosts + self.left_out}
-        self.has_ended, self.has_had_view = False, True
+        self.has_ended = False
+        self.has_had_view = True
         self.out.append(("view", proposal))
         if self.lost or self.attempts:  # attempts: others have seen a loss already
             went = [f"{name_of(host)} went" for host in self.lost] or ["a host went"]

@@ -99,7 +99,8 @@ def calibrate(samples: Measurements, setup: MeasuredSetup) -> Calibration:
         for what in samples.whats("sum")
         for size, times_s in samples.of("sum", what).items()
     }
-    flows, adds = _flow_rates(samples, fits["across"]), _add_rates(samples)
+    flows = _flow_rates(samples, fits["across"])
+    adds = _add_rates(samples)
     if not measured or not adds or not any(fits.values()):
         raise ValueError(
             f"`limit_s` (={samples.took_s:.3g}) must leave time for messages and sums of several sizes: nothing can be "
@@ -179,7 +180,8 @@ def _codec_rates(samples: Measurements, cluster: Cluster) -> CodecRates:
 
 def _consent_s(samples: Measurements, place: str) -> float | None:
     # An exchange less a message that its receiver waits for; at the fewest bytes, where nothing hides the consent.
-    pings, exchanges = samples.of("ping", place), samples.of("exchange", place)
+    pings = samples.of("ping", place)
+    exchanges = samples.of("exchange", place)
     common = set(pings) & set(exchanges)
     if not common:
         return None
@@ -197,7 +199,9 @@ def _bare_cluster(
 ) -> Cluster:
     # The links alone; costs of software are 0 so far. With one rank per node, `inside` is only additions.
     near = Link(latency_s=0.0, bytes_per_s=core_bytes_per_s if inside is None else inside.bytes_per_s)
-    far, num_nics, burst_bytes = near, 1, 0
+    far = near
+    num_nics = 1
+    burst_bytes = 0
     if across is not None:
         # A message inside a node costs the same software and no wire: the difference is the wire's latency. Where
         # several flows carry more, that is several cards under NCCL, and one card that one flow does not fill over TCP.

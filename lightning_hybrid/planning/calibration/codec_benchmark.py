@@ -23,7 +23,8 @@ def codec_call(name: str, num_bytes: int, device: torch.device) -> Callable[[], 
     coder = Coder(CODECS[name], device)
     flat = torch.ones(num_bytes // 4, device=device)  # blocks of zeros would take no time
     messages = torch.empty(2, coder.codec.message_bytes(flat.numel()), dtype=torch.uint8, device=device)
-    blocks, total = Blocks.of(coder, flat), torch.empty_like(flat)
+    blocks = Blocks.of(coder, flat)
+    total = torch.empty_like(flat)
     blocks.encode(flat, messages[1], sender=1)
 
     def call() -> None:

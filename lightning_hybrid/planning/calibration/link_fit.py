@@ -94,7 +94,8 @@ def fit_line(times_s: Mapping[int, Sequence[float]], *, seed: int = 0) -> LineFi
     # With four sizes or fewer a third parameter would always fit.
     burst = best if found[best] < LEAST_GAIN * found[0] and len(sizes) > 4 else 0
     loads = _loads(sizes, burst)
-    latency_s, per_byte_s = float(fits[burst][0][0]), float(fits[burst][1][0])
+    latency_s = float(fits[burst][0][0])
+    per_byte_s = float(fits[burst][1][0])
     generator = np.random.default_rng(seed)
     drawn_s = np.stack([_drawn_medians(np.asarray(times_s[size]), generator) for size in sizes], axis=1)
     latencies_s, per_bytes_s, _ = _lines(loads, drawn_s)

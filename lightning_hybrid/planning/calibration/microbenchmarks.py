@@ -46,7 +46,8 @@ ADD_BYTES = 4 * MIB
 # The part of the time limit that one call may take: larger sizes are left out, so that each is measured repeatedly.
 CALL_SHARE = 1 / 100
 # So many rounds must fit into the limit: the costliest cases are left out until they do.
-LEAST_ROUNDS, MOST_CALLS = 7, 200
+LEAST_ROUNDS = 7
+MOST_CALLS = 200
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -240,7 +241,8 @@ class _Table:
 
     def _call_of(self, case: Microbenchmark) -> Callable[[int], None] | None:
         if case.kind == "add":
-            one, other = self._values(case, case.what), self._values(case, case.what)
+            one = self._values(case, case.what)
+            other = self._values(case, case.what)
             return self._repeated(lambda: one.add_(other))
         if case.kind == "codec":
             return self._repeated(codec_call(case.what, case.num_bytes, self.device))
@@ -290,11 +292,14 @@ class _Table:
 
     def _flow(self, case: Microbenchmark) -> Callable[[int], None] | None:
         # To the next node and from the one before, on some ranks of each; the bytes are those of all flows.
-        num_flows, place = int(case.what), self.topology.local_rank
+        num_flows = int(case.what)
+        place = self.topology.local_rank
         if place >= num_flows:
             return None
-        nodes, here = self.topology.nodes, self.topology.nodes.index(self.topology.node)
-        after, before = nodes[(here + 1) % len(nodes)][place], nodes[here - 1][place]
+        nodes = self.topology.nodes
+        here = self.topology.nodes.index(self.topology.node)
+        after = nodes[(here + 1) % len(nodes)][place]
+        before = nodes[here - 1][place]
         out, back = (
             torch.zeros(max(1, case.num_bytes // num_flows), dtype=torch.uint8, device=self.device) for _ in "ab"
         )

@@ -25,7 +25,8 @@ from lightning_hybrid.planning.model.workload import StepWorkload
 FIRST_GUESS = {"stage_s": 1e-4, "message_s": 5e-5, "segment_s": 5e-5, "ring_share": 0.9}
 
 # The fit ends where steps of 3 % do not lower its error by a part in a thousand. Our choice.
-LEAST_STRIDE, LEAST_PROGRESS = 0.03, 1e-3
+LEAST_STRIDE = 0.03
+LEAST_PROGRESS = 1e-3
 
 # Larger sums are links alone, and take long to simulate in chunks.
 MOST_FITTED_BYTES = 16 * MIB
@@ -67,7 +68,8 @@ def predicted_all_reduce_s(cluster: Cluster, algorithm: str, num_bytes: int, set
     `algorithm`: `two_level_int8` is `two_level` through a codec.
     """
     work = StepWorkload(forward_s=0.0, gradients=((max(1, num_bytes // setup.itemsize), 0.0),))
-    is_peer, wire = algorithm in PEERS, None
+    is_peer = algorithm in PEERS
+    wire = None
     if is_coded(algorithm):
         algorithm, _, name = algorithm.rpartition("_")
         wire = NodeWire(name=name, itemsize=setup.itemsize)  # type: ignore[arg-type]
@@ -146,7 +148,9 @@ def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]
     >>> abs(found["x"] - 7) < 0.1, abs(found["y"] - 3.5) < 0.1
     (True, True)
     """
-    best, least, stride = dict(values), loss(values), 1.0
+    best = dict(values)
+    least = loss(values)
+    stride = 1.0
     while stride > LEAST_STRIDE:
         before = least
         for name in values:
@@ -154,7 +158,8 @@ def _descend(values: dict[str, float], loss: Callable[[dict[str, float]], float]
             for factor in (1 + stride, 1 / (1 + stride)):
                 tried = best | {name: best[name] * factor}
                 if (found := loss(tried)) < least:
-                    best, least = tried, found
+                    best = tried
+                    least = found
         if least > before * (1 - LEAST_PROGRESS):
             stride /= 2
     return best

@@ -132,7 +132,8 @@ def tracked_bytes(model: nn.Module, image_shape: Sequence[int], *, batch_size: i
 
     with meta_step(model, precision) as (shadow, dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gradients that are None
-        images, tracker = example_of(shadow, batch_size, image_shape, dtype=dtype), MemTracker()
+        images = example_of(shadow, batch_size, image_shape, dtype=dtype)
+        tracker = MemTracker()
         inputs = list(tree_iter(images))
         tracker.track_external(shadow, *inputs)
         with tracker:

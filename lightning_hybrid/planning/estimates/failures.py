@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from lightning_hybrid.checks import require_number
 
-NUM_RUNS, SHARES = 200, (0.1, 0.9)
+NUM_RUNS = 200
+SHARES = (0.1, 0.9)
 NO_END = 50  # times the work: a run that takes longer is not simulated
 
 
@@ -60,7 +61,8 @@ class Failures:
 
     def interval_s(self, num_gpus: int) -> float:
         """Compute the best work between two checkpoints."""
-        mean_s, cost_s = self.between_s(num_gpus), self.checkpoint_s
+        mean_s = self.between_s(num_gpus)
+        cost_s = self.checkpoint_s
         part = cost_s / (2 * mean_s)
         if part >= 1:
             return mean_s
@@ -68,7 +70,8 @@ class Failures:
 
     def restarted_s(self, work_s: float, num_gpus: int, every_s: float | None = None) -> float:
         """Compute the expected time with checkpoints after each `every_s` of work; None: the best."""
-        mean_s, every_s = self.between_s(num_gpus), min(work_s, every_s or self.interval_s(num_gpus))
+        mean_s = self.between_s(num_gpus)
+        every_s = min(work_s, every_s or self.interval_s(num_gpus))
         back_s = self.detection_s + self.restart_s
         each_s = mean_s * math.exp(back_s / mean_s) * math.expm1((every_s + self.checkpoint_s) / mean_s)
         return each_s * work_s / every_s
@@ -80,7 +83,8 @@ class Failures:
 
     def simulated_s(self, work_s: float, num_gpus: int, *, elastic: bool = False, seed: int = 0) -> list[float]:
         """Simulate runs failure by failure; return their times, the shortest first."""
-        mean_s, every_s = self.between_s(num_gpus), min(work_s, self.interval_s(num_gpus))
+        mean_s = self.between_s(num_gpus)
+        every_s = min(work_s, self.interval_s(num_gpus))
         back_s = self.detection_s + (self.rejoin_s if elastic else self.restart_s)
         if (self.elastic_s if elastic else self.restarted_s)(work_s, num_gpus) > NO_END * work_s:
             return [math.inf] * NUM_RUNS
@@ -91,7 +95,8 @@ class Failures:
         self, work_s: float, every_s: float, mean_s: float, back_s: float, elastic: bool, chance: random.Random
     ) -> float:
         # Work that counts is whole intervals; of an elastic run all that was done.
-        time_s, left = 0.0, work_s if elastic else work_s / every_s
+        time_s = 0.0
+        left = work_s if elastic else work_s / every_s
         unit_s = 1.0 if elastic else every_s + self.checkpoint_s
         while (up_s := chance.expovariate(1 / mean_s)) < left * unit_s:
             left -= up_s if elastic else up_s // unit_s

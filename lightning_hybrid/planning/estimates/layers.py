@@ -27,7 +27,8 @@ class WithoutValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Leave out what fills a tensor at random."""
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         if name in ("normal_", "uniform_", "trunc_normal_") or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         with torch.device("meta"):

@@ -179,7 +179,8 @@ class MemoryChoices:
         sharing: Literal["", "node", "world", "fsdp2", "host"] = "",
     ) -> MemoryNeed:
         """Return what a rank needs with these."""
-        state, total = self.states[precision], sum(self.numels)
+        state = self.states[precision]
+        total = sum(self.numels)
         first, whole = self.activations[precision, again]
         slope = (whole - first) / max(1, self.batch_size - 1)
         activation_bytes = whole - slope * (self.batch_size - batch_size)

@@ -90,7 +90,8 @@ def pipeline_choices(
     """
     found: list[PipelineChoice] = []
     for num_ranks, rounds, schedule in itertools.product(range(2, MOST_STAGES + 1), ROUNDS, PER_RANK):
-        num_micro, per_rank = num_ranks * rounds, PER_RANK[schedule]
+        num_micro = num_ranks * rounds
+        per_rank = PER_RANK[schedule]
         images = num_ranks * scenario.batch_size_per_rank
         if scenario.cluster.ranks_per_node % num_ranks or images % num_micro or num_ranks * per_rank > len(blocks):
             continue
@@ -121,9 +122,11 @@ class _Pipeline:
 
     def choice(self, usable_bytes: float | None) -> PipelineChoice | None:
         """Cut and simulate; None: it does not fit."""
-        scenario, per_rank = self.scenario, PER_RANK[self.schedule]
+        scenario = self.scenario
+        per_rank = PER_RANK[self.schedule]
         order = schedule_tasks(self.schedule, self.num_ranks, self.num_micro, stages_per_rank=per_rank)
-        work, num_stages = scenario.work(), self.num_ranks * per_rank
+        work = scenario.work()
+        num_stages = self.num_ranks * per_rank
         images = self.num_ranks * scenario.batch_size_per_rank / self.num_micro
         image_s = scenario.cluster.slowdown * (work.forward_s + work.backward_s) / scenario.batch_size_per_rank
         flops = sum(block.forward_flops for block in self.blocks) or 1
@@ -143,7 +146,8 @@ class _Pipeline:
         except ValueError:
             return None
         parts = list(itertools.pairwise([0, *cuts, len(self.blocks)]))
-        near, group = scenario.cluster.inside, self.group
+        near = scenario.cluster.inside
+        group = self.group
         loads = [
             StageLoad(
                 forward_s=sum(forwards_s[a:b]),

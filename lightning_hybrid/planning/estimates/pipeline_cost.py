@@ -120,7 +120,8 @@ def simulate_pipeline(order: Sequence[Sequence[PipelineTask]], loads: Sequence[S
     nothing: sends are asynchronous.
     """
     ends: dict[tuple[int, int, bool], float] = {}
-    free_s, done = [0.0] * len(order), [0] * len(order)
+    free_s = [0.0] * len(order)
+    done = [0] * len(order)
     found: list[list[PipelineTask]] = [[] for _ in order]
     left = sum(map(len, order))
     while left:
@@ -149,7 +150,9 @@ def _arrival_s(
     task: PipelineTask, loads: Sequence[StageLoad], ends: dict[tuple[int, int, bool], float]
 ) -> float | None:
     # When what the task needs is there; None: not yet known.
-    stage, micro, last = task.stage, task.microbatch, len(loads) - 1
+    stage = task.stage
+    micro = task.microbatch
+    last = len(loads) - 1
     if task.is_forward:
         if stage == 0:
             return 0.0

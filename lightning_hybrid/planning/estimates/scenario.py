@@ -124,7 +124,9 @@ class Scenario:
 
 
 # Of a device's peak in training: the descriptions of conf/cluster with a rate and a peak reach 0.18 to 0.27.
-PEAK_SHARE, LEAST_SHARE, MOST_SHARE = 0.2, 0.13, 0.27
+PEAK_SHARE = 0.2
+LEAST_SHARE = 0.13
+MOST_SHARE = 0.27
 
 
 @dataclass(frozen=True, kw_only=True)

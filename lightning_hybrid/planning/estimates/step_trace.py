@@ -19,7 +19,8 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
     # A `CommTrace` reads a clock: here a list of one number, which is set to the time of each event in turn.
     now = [0.0]
     trace = CommTrace(clock=lambda: now[0], keep_events=True)
-    buckets, spans = {bucket.index: bucket for bucket in outcome.buckets}, outcome.first.spans
+    buckets = {bucket.index: bucket for bucket in outcome.buckets}
+    spans = outcome.first.spans
     ends_s = {
         index: max((s.end_s for s in spans if s.chunk.bucket == index), default=outcome.first.ready_s[index])
         for index in buckets
@@ -27,7 +28,8 @@ def to_trace(outcome: SimulatedSteps) -> CommTrace:
     # In order of time, and at one time begin (0), stage (1), end (2): the order in which a real run writes them.
     events: list[tuple[float, int, Callable[[], None]]] = []
     for place, (index, bucket) in enumerate(buckets.items()):
-        ready_s, is_last = outcome.first.ready_s[index], place == len(buckets) - 1
+        ready_s = outcome.first.ready_s[index]
+        is_last = place == len(buckets) - 1
 
         # Defaults bind the values of this turn of the loop.
         def begin(bucket: BucketPlan = bucket, is_last: bool = is_last) -> None:

@@ -31,7 +31,9 @@ ERRORS = {
 # each doubling (fitted to Alps).
 MEASURED_VERBS = ((0.73, 1.28), (0.73, 1.28), (0.8, 1.16))
 MEASURED = ((0.9, 1.99), (0.5, 2.66), (0.87, 1.85))
-MEASURED_FROM, HOLDS_TO, WIDER_BY_DOUBLING = 4, 8, 0.25
+MEASURED_FROM = 4
+HOLDS_TO = 8
+WIDER_BY_DOUBLING = 0.25
 # Over Gloo, with costs fitted to sums: the quantiles of 70 steps of `tests.evidence.planner.emulated`, as much wider.
 EMULATED = ((0.85, 1.07),) * 3
 

@@ -95,9 +95,11 @@ class ClusterCosts:
 
     def at_slowest(self) -> Self:
         """Return equal nodes with the slowest links of these."""
-        inside, across = self.inside, self.across
+        inside = self.inside
+        across = self.across
         for group in self.groups if self.num_nodes > 1 else ():
-            inside, across = inside.or_slower(group.inside), across.or_slower(group.across)
+            inside = inside.or_slower(group.inside)
+            across = across.or_slower(group.across)
         return replace(self, groups=(), inside=inside, across=across)
 
     @property
@@ -189,7 +191,8 @@ class ClusterCosts:
 def _over_nccl(
     cluster: ClusterCosts, nccl: Nccl, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
-    nodes, k = cluster.num_nodes, cluster.ranks_per_node
+    nodes = cluster.num_nodes
+    k = cluster.ranks_per_node
     place: Place = "inside" if nodes == 1 else "across"
     across_bytes = num_bytes if wire is None else wire.num_bytes(num_bytes)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, num_bytes, wire)

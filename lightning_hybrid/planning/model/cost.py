@@ -133,7 +133,8 @@ def ring(num_bytes: float, num_ranks: int, link: Link) -> Cost:
     Cost(latency_s=6e-06, transfer_s=0.012)
     """
     _check(num_bytes, num_ranks)
-    hops, share = num_ranks - 1, (num_ranks - 1) / num_ranks * num_bytes
+    hops = num_ranks - 1
+    share = (num_ranks - 1) / num_ranks * num_bytes
     half = Cost(latency_s=hops * link.latency_s, transfer_s=share / link.bytes_per_s)
     return half + half
 
@@ -182,7 +183,8 @@ def levels(num_bytes: float, sizes: Sequence[tuple[int, Link]]) -> Cost:
     >>> levels(8e6, [(4, link), (2, link)]).transfer_s == ring(8e6, 8, link).transfer_s     # the same bytes
     True
     """
-    cost, left = Cost(), num_bytes
+    cost = Cost()
+    left = num_bytes
     for num_ranks, link in sizes:
         cost += ring(left, num_ranks, link)
         left /= num_ranks

@@ -102,7 +102,9 @@ def gloo_stages(
     cluster: Any, gloo: Gloo, algorithm: str, num_bytes: float, wire: NodeWire | None
 ) -> tuple[StageCost, ...]:
     """Return the stages of a chunk over Gloo on a `ClusterCosts`, which imports this module; see its `stages`."""
-    nodes, k, size = cluster.num_nodes, cluster.ranks_per_node, num_bytes
+    nodes = cluster.num_nodes
+    k = cluster.ranks_per_node
+    size = num_bytes
     across_bytes = size if wire is None else wire.num_bytes(size)
     codec_s = None if bits_of(wire) is None else cluster.codec_s(algorithm, size, wire)
     if algorithm.startswith("nccl"):
@@ -129,7 +131,8 @@ def gloo_stages(
 
 def _inside(cluster: Any, gloo: Gloo, name: str, *, ends: int, all_ends: int, share: float, size: float) -> StageCost:
     # The busiest rank has `ends` ends of messages, with `share` of the bytes each; consent and data are two latencies.
-    ranks, nodes = cluster.ranks_per_node, cluster.num_nodes
+    ranks = cluster.ranks_per_node
+    nodes = cluster.num_nodes
     delay_s = 2 * cluster.inside.latency_s
     delay_s += gloo.work_s(gloo.stage_s, of_busiest=1, of_all=cluster.world_size)
     delay_s += gloo.work_s(gloo.message_s, of_busiest=ends, of_all=nodes * all_ends)
@@ -147,13 +150,25 @@ def _across(cluster: Any, gloo: Gloo, name: str, size: float, *, num_groups: int
     wait_s = 0.0
     form = between_nodes_form(nodes, size)
     if codec_s is not None:
-        form, delay_s = "exchange" if nodes == 2 else "scatter_gather", delay_s + codec_s
+        form = "exchange" if nodes == 2 else "scatter_gather"
+        delay_s = delay_s + codec_s
     if form == "exchange":
-        rounds, sent, ends, end_s, share = 1, (nodes - 1) * size, 2 * (nodes - 1), gloo.message_s, 1.0
+        rounds = 1
+        sent = (nodes - 1) * size
+        ends = 2 * (nodes - 1)
+        end_s = gloo.message_s
+        share = 1.0
     elif form == "scatter_gather":
-        rounds, sent, ends, end_s, share = 2, 2 * (nodes - 1) / nodes * size, 4 * (nodes - 1), gloo.message_s, 1.0
+        rounds = 2
+        sent = 2 * (nodes - 1) / nodes * size
+        ends = 4 * (nodes - 1)
+        end_s = gloo.message_s
+        share = 1.0
     else:
-        rounds, sent, ends, end_s = 0, 2 * (nodes - 1) / nodes * size, 2 * segments_of_ring(size, nodes), gloo.segment_s
+        rounds = 0
+        sent = 2 * (nodes - 1) / nodes * size
+        ends = 2 * segments_of_ring(size, nodes)
+        end_s = gloo.segment_s
         share = min(1.0, num_groups * gloo.ring_share)
         flow = replace(cluster.across, bytes_per_s=cluster.node_bytes_per_s / num_groups)  # next to the other rings
         wait_s = gloo.wait_of_ring_s(size, nodes, flow)
@@ -172,7 +187,8 @@ def _ring_stage(name: str, delay_s: float, wait_s: float, work_s: float, share: 
 
 
 def _flat_ring(cluster: Any, gloo: Gloo, size: float, *, is_ours: bool) -> StageCost:
-    ranks, nodes = cluster.world_size, cluster.num_nodes
+    ranks = cluster.world_size
+    nodes = cluster.num_nodes
     # Edges of the ring that leave a node: one, or one per rank where neighbours in the ring are on different nodes.
     edges = 0 if nodes == 1 else cluster.ranks_per_node if cluster.is_interleaved else 1
     ends = 2 * segments_of_ring(size, ranks)

@@ -30,11 +30,13 @@ NcclAlgorithm = Literal["ring", "tree", "nvls", "nvls_tree"]
 Protocol = Literal["ll", "ll128", "simple"]
 
 SHARE_OF_PROTOCOL = (0.5, 0.92, 1.0)
-SHARE_OF_TREE, SHARE_OF_PROTOCOL_OF_TREE = 0.92, (1 / 3.8, 120 / 128, 1.0)
+SHARE_OF_TREE = 0.92
+SHARE_OF_PROTOCOL_OF_TREE = (1 / 3.8, 120 / 128, 1.0)
 # Of line rate in payload: 192 of 200 GB/s (NVIDIA/nccl issue 812), 46 to 48 of 50 (NVIDIA/nccl-tests issue 290).
 PAYLOAD_SHARE = 0.94
 # Of kernel TCP, fitted to the rows of Polaris over sockets (github.com/argonne-lcf/alcf-nccl-tests): a card, a hop.
-TCP_BYTES_PER_S, TCP_HOP_S = 3.25e9, 20 * US
+TCP_BYTES_PER_S = 3.25e9
+TCP_HOP_S = 20 * US
 MANY_CHANNELS, BYTES_PER_S_OF_CHANNEL = 16, 45e9  # fewer channels than that are doubled where their cards are fast
 
 
@@ -218,7 +220,8 @@ class Nccl:
 
     def _bus_bytes_per_s(self, kind: NcclAlgorithm, place: int, job: NcclJob) -> float:
         # Between two nodes a tree sends every byte once, and rings twice.
-        is_between, is_two = job.num_nodes > 1, job.num_nodes == 2 and kind != "ring"
+        is_between = job.num_nodes > 1
+        is_two = job.num_nodes == 2 and kind != "ring"
         link = job.across.bytes_per_s * (1 + is_two) if is_between else job.inside.bytes_per_s
         if kind == "nvls_tree":
             heads = min(32, job.ranks_per_node)
@@ -226,9 +229,11 @@ class Nccl:
             limit = heads * tables.NVLS_TREE[self.generation][job.column]
             return min(link, limit, inside) if heads > 1 else min(link, limit)
         rate = link if job.ranks_per_node == 1 else min(link, job.inside.bytes_per_s)
-        shares, ll128 = SHARE_OF_PROTOCOL, tables.RING_LL128
+        shares = SHARE_OF_PROTOCOL
+        ll128 = tables.RING_LL128
         if kind == "tree":
-            shares, ll128 = SHARE_OF_PROTOCOL_OF_TREE, tables.TREE_LL128
+            shares = SHARE_OF_PROTOCOL_OF_TREE
+            ll128 = tables.TREE_LL128
             rate *= SHARE_OF_TREE
             if is_between:
                 rate = min(rate, job.channels * tables.TREE.get(self.generation, tables.TREE_BEFORE_AMPERE)[job.column])

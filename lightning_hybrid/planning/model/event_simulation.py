@@ -125,7 +125,8 @@ def _begin(thread: _StageThread, now_s: float) -> None:
 
 
 def _finish(threads: dict[tuple[str, int, int], _StageThread], task: _Task, now_s: float) -> Span:
-    chunk, index = task.chunk, task.index
+    chunk = task.chunk
+    index = task.index
     thread = _thread_of(threads, chunk, index)
     thread.task = None
     # The next stage first: a serial chunk goes on with its own thread before that thread looks at its queue.

@@ -16,7 +16,9 @@ Generation = Literal["pascal", "volta", "ampere", "hopper", "blackwell"]
 Fabric = Literal["ib", "roce", "efa", "slingshot", "tcp", "tcpxo"]
 Plugin = Literal["aws_p5", "aws_p5en", "aws_p6"]
 
-US, KIB, GB = 1e-6, 1024, 1e9
+US = 1e-6
+KIB = 1024
+GB = 1e9
 GENERATIONS = get_args(Generation)
 
 # Seconds, as (LL, LL128, Simple).
@@ -29,7 +31,8 @@ HOP_S = {
     ("net", "tree"): (5 * US, 8.5 * US, 14 * US),
     ("net", "ring"): (2.7 * US, 4 * US, 14 * US),
 }
-NVLS_HOP_S, NVLS_TREE_HOP_S = 25 * US, 20.9 * US
+NVLS_HOP_S = 25 * US
+NVLS_TREE_HOP_S = 20.9 * US
 PLATEAU, PLATEAU_BEFORE_AMPERE = 1.4, 1.9  # of the latency of Simple rings between nodes, beyond the smallest sizes
 PLATEAU_BYTES_PER_RANK = 64
 
@@ -108,10 +111,13 @@ def nvls_tree_round_bytes(num_bytes: float, *, num_nodes: int, heads: int, gener
     >>> nvls_tree_round_bytes(2**30, num_nodes=2, heads=8, generation="hopper") / 2**20
     16.0
     """
-    num_channels, most = 16, 64 * KIB if num_nodes >= 4 else 128 * KIB
+    num_channels = 16
+    most = 64 * KIB if num_nodes >= 4 else 128 * KIB
     if generation == "blackwell":
-        num_channels, most = (32 if num_nodes == 2 else 24), 64 * KIB
-    chunk, parts = most, num_channels * heads
+        num_channels = 32 if num_nodes == 2 else 24
+        most = 64 * KIB
+    chunk = most
+    parts = num_channels * heads
     if num_bytes < 4 * parts * chunk:
         chunk = min(chunk, 64 * KIB)
     if num_bytes < parts * chunk:

@@ -191,7 +191,8 @@ def _under_way_s(work: StepWorkload, step: StepTimes) -> float:
 
 
 def _union_s(spans: Sequence[tuple[float, float]]) -> float:
-    total_s, until_s = 0.0, 0.0
+    total_s = 0.0
+    until_s = 0.0
     # `until_s` is the end of what is covered so far: overlapping spans count once.
     for begin_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(begin_s, until_s))

@@ -94,9 +94,11 @@ def ready_times_s(work: StepWorkload, buckets: Sequence[BucketPlan]) -> tuple[fl
     """Compute when the last gradient of each bucket is ready, in seconds from the begin of the step."""
     ends = list(itertools.accumulate(bucket.numel for bucket in buckets))
     found: list[float] = []
-    now_s, numel = work.forward_s, 0
+    now_s = work.forward_s
+    numel = 0
     for size, time_s in work.gradients:
-        now_s, numel = now_s + time_s, numel + size
+        now_s = now_s + time_s
+        numel = numel + size
         # A bucket is ready with the tensor that holds its last element; one tensor may complete several.
         while len(found) < len(ends) and numel >= ends[len(found)]:
             found.append(now_s)

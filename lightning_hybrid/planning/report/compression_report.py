@@ -55,7 +55,8 @@ class CompressionReport:
 
     def sentence(self) -> str:
         """Say whether it pays, by how much, and why: exposed communication against the time of rounding."""
-        plain, proposal = self.plain, self.proposal
+        plain = self.plain
+        proposal = self.proposal
         codec_s = max(step.codec_s for step in self.steps)
         others = ", ".join(f"{time_text(step.step_s)} with {step.name}" for step in self.steps)
         why = (

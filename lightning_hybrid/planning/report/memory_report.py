@@ -80,7 +80,8 @@ class MemoryReport:
         Other settings are measured only where it does not fit without: torch imports its compiler for
         re-materialisation.
         """
-        asked_precision, shape = settings.precision, list(settings.image_shape)
+        asked_precision = settings.precision
+        shape = list(settings.image_shape)
         memory_bytes = settings.memory_bytes
         optimizer = settings.optimizer
         if optimizer is None:
@@ -123,7 +124,8 @@ class MemoryReport:
             gather_all_s=cluster.alone_s("flat", weight_bytes) / 2,
         )
         asked = choices.needs()[0]
-        alone, fitting = [], [asked]
+        alone = []
+        fitting = [asked]
         if memory_bytes is not None and not asked.fits(memory_bytes):
             variants = {False: network}
             if has_checkpointing(network) and not network.checkpoint_activations:

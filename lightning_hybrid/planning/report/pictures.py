@@ -30,7 +30,8 @@ def schedule_panel(choice: PipelineChoice) -> Panel:
         total_s = max(task.end_s for tasks in choice.tasks for task in tasks)
         for rank, tasks in enumerate(choice.tasks):
             for task in tasks:
-                width_s, turn = task.end_s - task.begin_s, task.stage // choice.num_ranks
+                width_s = task.end_s - task.begin_s
+                turn = task.stage // choice.num_ranks
                 colour = SERIES[not task.is_forward]  # the second stage of a rank is darker
                 axes.barh(rank, 0.94 * width_s, left=task.begin_s, color=colour, alpha=min(0.35 + 0.25 * turn, 1))
                 if width_s > 0.06 * total_s:  # room for a number
@@ -44,7 +45,8 @@ def schedule_panel(choice: PipelineChoice) -> Panel:
 
 
 def _draw_step(report: SimulationReport, axes: Axes) -> None:
-    work, outcome = report.scenario.work(), report.outcome
+    work = report.scenario.work()
+    outcome = report.outcome
     exposed = time_text(float(outcome.exposed_s.mean()))
     axes.set_title(f"A step takes {time_text(outcome.step_s)}, {exposed} of it waiting for gradients")
     spans = [("forward", 0.0, work.forward_s), ("backward", work.forward_s, work.forward_s + work.backward_s)]

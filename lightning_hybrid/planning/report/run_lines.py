@@ -50,7 +50,8 @@ class ComparedRun:
 
     def cells(self) -> list[str]:
         """Format the row of the table."""
-        scenario, run = self.scenario, self.run
+        scenario = self.scenario
+        run = self.run
         rate = f"{scenario.images_per_s:,.0f}"
         if scenario.is_rate_estimated:
             rate += " (estimated)"
@@ -84,7 +85,8 @@ def comparison_table(runs: Sequence[ComparedRun]) -> str:
 
 def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: float) -> list[str]:
     """Say how long the run takes and what it costs; then what failures have to do with it."""
-    failures, cluster = planned.failures, scenario.cluster
+    failures = planned.failures
+    cluster = scenario.cluster
     what = f"{planned.epochs:g} epochs of {planned.images_per_epoch:,} images"
     what += " (ImageNet)" * (planned.images_per_epoch == IMAGENET)
     unit = ("GPU" if scenario.on_cuda else "rank") + "s" * (cluster.world_size > 1)
@@ -97,8 +99,10 @@ def run_lines(scenario: Scenario, planned: PlannedRun, run: RunTime, *, step_s: 
     if planned.watts_per_node is not None:
         energy = [f"{kwh:,.3g}" for kwh in run.costs(cluster.num_nodes * planned.watts_per_node / 3.6e6)]
         costs += f"; {energy[0]} kWh ({energy[1]} to {energy[2]})"
-    between_s, every_s = failures.between_s(cluster.world_size), failures.interval_s(cluster.world_size)
-    lost, text = 1 - run.work_s / (run.run_s - failures.start_s), f"A failure every {days(between_s)} on average"
+    between_s = failures.between_s(cluster.world_size)
+    every_s = failures.interval_s(cluster.world_size)
+    lost = 1 - run.work_s / (run.run_s - failures.start_s)
+    text = f"A failure every {days(between_s)} on average"
     if run.work_s < every_s or lost < NO_MATTER:
         text += f": failures do not matter for {days(run.work_s)} of work; save when you like."
     else:

@@ -121,7 +121,8 @@ class SimulationReport:
 
     def numbers(self) -> dict[str, float]:
         """Return the run in numbers; energy and price where the cluster has rates for them."""
-        scenario, outcome = self.scenario, self.outcome
+        scenario = self.scenario
+        outcome = self.outcome
         steps = self.planned.images_per_epoch / scenario.global_batch_size
         num_nodes = scenario.cluster.num_nodes
         totals = {}
@@ -150,7 +151,9 @@ class SimulationReport:
 
     def answer(self) -> str:
         """Say in a few sentences what the run takes, which plan is best, and what of it is assumed."""
-        scenario, outcome, found = self.scenario, self.outcome, self.numbers()
+        scenario = self.scenario
+        outcome = self.outcome
+        found = self.numbers()
         cluster = scenario.cluster
         lines = run_lines(scenario, self.planned, self.run, step_s=outcome.step_s)
         lines.append(self._limit(found))
@@ -185,8 +188,10 @@ class SimulationReport:
         return RunTime.of(self.scenario, self.outcome.step_s, num_steps, self.planned.failures)
 
     def _limit(self, found: Mapping[str, float]) -> str:
-        scenario, outcome = self.scenario, self.outcome
-        input_s, exposed_s = scenario.work().input_s, found["exposed_s"]
+        scenario = self.scenario
+        outcome = self.outcome
+        input_s = scenario.work().input_s
+        exposed_s = found["exposed_s"]
         is_waiting = outcome.step_s > 2 * outcome.alone_s
         limit = "input" if input_s >= outcome.step_s else "communication" if is_waiting else "arithmetic"
         limit += " of the slowest nodes" * (scenario.cluster.slowdown > 1 and limit == "arithmetic")
@@ -199,7 +204,9 @@ class SimulationReport:
         )
 
     def _best_plan(self) -> str:
-        best, scenario, others = self.candidates[0], self.scenario, ""
+        best = self.candidates[0]
+        scenario = self.scenario
+        others = ""
         own_s = replace(scenario, jitter=NO_JITTER, num_steps=1).run().step_s
         names = FLAT_ON_CUDA if scenario.on_cuda else ("flat",)
         flat = next((each for each in self.candidates if each.plan.algorithm in names), None)
@@ -239,7 +246,8 @@ class SimulationReport:
 
     def markdown(self) -> str:
         """Format everything: the answer, all numbers, buckets, the whole curve and plans."""
-        scenario, found = self.scenario, self.numbers()
+        scenario = self.scenario
+        found = self.numbers()
         if found["step_s_quantile_0.5"] == found["step_s_quantile_0.99"]:  # no jitter: they say nothing new
             found = {name: value for name, value in found.items() if "quantile" not in name}
         notes = {
@@ -291,7 +299,9 @@ class SimulationReport:
 
 def _pipelines(scenario: Scenario, memory: MemoryReport) -> list[PipelineChoice]:
     # Where nothing fits by other means, also those that compute blocks twice.
-    blocks, state, room = memory.blocks, memory.state, memory.usable_bytes
+    blocks = memory.blocks
+    state = memory.state
+    room = memory.usable_bytes
     found = pipeline_choices(scenario, blocks, state, usable_bytes=room)
     return found or pipeline_choices(scenario, blocks, state, usable_bytes=room, recomputes=True)
 
@@ -303,7 +313,8 @@ def _compression(
     if scenario.cluster.num_nodes == 1 or scenario.is_local:
         return None
     calm = replace(scenario, jitter=NO_JITTER, num_steps=1, comm_dtype_across_nodes=None)
-    plans, outcomes = [scenario.plan], [calm.run()]
+    plans = [scenario.plan]
+    outcomes = [calm.run()]
     if search is not None:
         candidates = candidates if scenario.wire is None else search.run(calm)
         best = chosen(candidates, on_cuda=scenario.on_cuda).plan

@@ -195,8 +195,11 @@ class TuneReport:
 
     def description(self) -> str:
         """Format the cluster as in conf/cluster, with the source of each number."""
-        found, cluster, transport = self.found, self.found.cluster, self.found.cluster.transport
-        inside, across = _interval(found.inside), _interval(found.across)
+        found = self.found
+        cluster = self.found.cluster
+        transport = self.found.cluster.transport
+        inside = _interval(found.inside)
+        across = _interval(found.across)
         nodes = "${num_nodes}" if found.across is not None else "1 # links between nodes were not measured"
         lines = [
             f"# Measured by lightning-hybrid on {datetime.date.today()}, {self.samples.took_s:.0f} s, on {self.about}.",
@@ -258,7 +261,8 @@ def _interval(fit: LineFit | None) -> str:
     """Format the comment on a link in the description."""
     if fit is None:
         return "not measured"
-    (low_s, high_s), (slow, fast) = fit.latency_interval_s, fit.rate_interval_bytes_per_s
+    (low_s, high_s) = fit.latency_interval_s
+    (slow, fast) = fit.rate_interval_bytes_per_s
     return (
         f"{1e6 * fit.latency_s:.4g} us ({1e6 * low_s:.4g} to {1e6 * high_s:.4g}), "
         f"{fit.bytes_per_s:.4g} bytes/s ({slow:.4g} to {fast:.4g})"

@@ -89,7 +89,8 @@ class LocalStepsExtension(FitExtension):
 
     def before_batch(self, fit: RunningFit, batch_idx: int) -> None:
         """From the step on from which nodes train on their own, let them. Collective where a period ends."""
-        nodes, steps = self._nodes, self.steps
+        nodes = self._nodes
+        steps = self.steps
         if nodes is None:
             return
         fit.engine.raise_if_failed()  # another node may have failed, for which nothing here waits
@@ -173,7 +174,8 @@ class LocalStepsExtension(FitExtension):
     def _new_outer_step(self, fit: RunningFit) -> OuterStep:
         weights = _weights(fit)
         outer = OuterStep(list(weights.values()), lr=self.steps.outer_lr, momentum=self.steps.outer_momentum)
-        saved, self._loaded_momentum = self._loaded_momentum, None
+        saved = self._loaded_momentum
+        self._loaded_momentum = None
         for name, momentum in zip(weights, outer.momenta, strict=False):  # there is none without momentum
             if saved is not None and name in saved:
                 momentum.copy_(saved[name])
@@ -230,7 +232,9 @@ class LocalStepsExtension(FitExtension):
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
         """Free the groups of the nodes."""
-        nodes, self._nodes, self._loaded_momentum = self._nodes, None, None
+        nodes = self._nodes
+        self._nodes = None
+        self._loaded_momentum = None
         filters: Any = warnings.filters
         if self._ignored in filters:
             filters.remove(self._ignored)

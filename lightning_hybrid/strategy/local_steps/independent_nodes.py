@@ -36,7 +36,8 @@ class NodeAverage:
     """Averages over the nodes of an engine."""
 
     def __init__(self, engine: CommEngine) -> None:
-        self._engine, self.device = engine, engine.device
+        self._engine = engine
+        self.device = engine.device
         self._num_nodes = engine.topology.num_nodes
         self._is_leader = engine.topology.rank == engine.topology.leader
         self._num_coded = 0  # blocks since `begin_step`
@@ -100,7 +101,8 @@ class NodeAverage:
     def _next_blocks(self, flat: Tensor) -> Tensor | None:
         if self._engine.coder is None:
             return None
-        begin, self._num_coded = self._num_coded, self._num_coded + num_blocks_of(flat.numel())
+        begin = self._num_coded
+        self._num_coded = self._num_coded + num_blocks_of(flat.numel())
         return torch.arange(begin, self._num_coded, dtype=torch.int32, device=flat.device)
 
     @torch.no_grad()
@@ -122,7 +124,8 @@ class OuterStep:
     """
 
     def __init__(self, weights: Sequence[Tensor], *, lr: float, momentum: float) -> None:
-        self.lr, self.momentum = lr, momentum
+        self.lr = lr
+        self.momentum = momentum
         self._common = [weight.detach().clone() for weight in weights]
         self.momenta = [torch.zeros_like(weight) for weight in self._common] if momentum else []
 
@@ -158,7 +161,8 @@ class IndependentNodes:
         group: dist.ProcessGroup,
         hook_state: HookState,
     ) -> None:
-        self.node_engine, self.group = node_engine, group
+        self.node_engine = node_engine
+        self.group = group
         self._hook_state = hook_state
         self.average = NodeAverage(engine)
         self.outer: OuterStep | None = None
@@ -184,7 +188,9 @@ class IndependentNodes:
     def join(self, model: Any, engine: CommEngine) -> None:
         """Train together again, from what all have loaded."""
         if self.is_apart:
-            self.is_apart, self.outer, self._hook_state.engine = False, None, engine
+            self.is_apart = False
+            self.outer = None
+            self._hook_state.engine = engine
             self.has_own_weights = self.has_own_moving_averages = self.has_own_state = False
             del model.buffer_hook
 
@@ -209,7 +215,8 @@ def row_chunks(rows: Sequence[Tensor], numel: int) -> list[list[Tensor]]:
                 room = numel
             step = min(room, row.numel() - begin)
             chunks[-1].append(row[begin : begin + step])
-            begin, room = begin + step, room - step
+            begin = begin + step
+            room = room - step
     return chunks
 
 

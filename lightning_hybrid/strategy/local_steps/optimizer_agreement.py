@@ -60,7 +60,8 @@ class _State:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         within = [one for optimizer in optimizers for one in optimizers_within(optimizer)]
-        self._params, self._states = [list(parameters_of(one)) for one in within], [one.state for one in within]
+        self._params = [list(parameters_of(one)) for one in within]
+        self._states = [one.state for one in within]
         self._entries = sorted(_entries(self._params, self._states), key=_PLACE)
 
     def compare(self, own: Any) -> tuple[bool, list[Any]]:

@@ -30,7 +30,9 @@ def node_slices_for(fit: FitContext, asked: Mapping[str, str]) -> NodeSlicesExte
     Raises:
         ValueError: options, callbacks, nodes or layers do not fit.
     """
-    module, topology, layers = fit.module, fit.topology, requested_layers(fit.module)
+    module = fit.module
+    topology = fit.topology
+    layers = requested_layers(fit.module)
     refuse_excluded({**asked, "node slices": f"`node_slices` (={layers!r:.90})"} | in_nodes(topology))
     if topology.ranks_per_node == 1:
         rank_zero_warn(
@@ -51,7 +53,8 @@ class NodeSlicesExtension(FitExtension):
     """
 
     def __init__(self, layers: list[tuple[str, ...]], *, is_adasum: bool) -> None:
-        self._layers, self._is_adasum = layers, is_adasum
+        self._layers = layers
+        self._is_adasum = is_adasum
         self._slices: SlicedFit | None = None  # from the cut to the end
         self._is_compared = False  # with whole layers, in the first step
 
@@ -74,7 +77,8 @@ class NodeSlicesExtension(FitExtension):
 
     def after_setup(self, fit: RunningFit) -> None:
         """Let optimizers, the verdict on overflow and clipping see all slices. Collective steps follow."""
-        slices, wrapped = self._cut, fit.wrapped
+        slices = self._cut
+        wrapped = fit.wrapped
         refuse_excluded({"node slices": "`node_slices`"} | in_optimizers(fit.optimizers, of=slices))
         self._averaged = {id(parameter) for parameter in fit.module.parameters()} - slices.frozen
         slices.connect(
@@ -150,7 +154,8 @@ class NodeSlicesExtension(FitExtension):
 
     def put_back(self, fit: FitContext, error: BaseException | None) -> None:
         """Make layers and optimizer state whole again on every rank, unless the run has failed."""
-        slices, self._slices = self._slices, None
+        slices = self._slices
+        self._slices = None
         vars(fit.precision).pop("clip_grad_by_norm", None)
         _connect_stages(fit, None)
         if slices is not None:

@@ -42,7 +42,9 @@ class SliceGradients:
         adasum_in: dist.ProcessGroup | None = None,
     ) -> None:
         self._across: Any = across
-        self._comm_dtype, self._averages, self._adasum_in = comm_dtype, averages, adasum_in
+        self._comm_dtype = comm_dtype
+        self._averages = averages
+        self._adasum_in = adasum_in
         self._under_way: list[tuple[Tensor, Tensor, Any, float]] = []
         trained = [parameter for parameter in slices if parameter.requires_grad and across is not None]
         self._handles = [parameter.register_post_accumulate_grad_hook(self._begin) for parameter in trained]
@@ -62,7 +64,8 @@ class SliceGradients:
 
     @torch.no_grad()
     def _end(self) -> None:
-        under_way, self._under_way = self._under_way, []
+        under_way = self._under_way
+        self._under_way = []
         for gradient, wire, work, after in under_way:
             if work is not None:
                 work.wait()

@@ -29,14 +29,16 @@ def refuse_layers(
         ValueError: names the layer.
     """
     names = {layer: name for name, layer in module.named_modules()}
-    rows, others = list[nn.Module](), list[nn.Module]()
+    rows = list[nn.Module]()
+    others = list[nn.Module]()
     for group in layers:
         if len(group) not in (1, 2):
             raise ValueError(
                 f"`node_slices` (={group}) must have groups of two names, which are a pair, or of one: the first and "
                 'the second layer of a pair are cut in different ways. Write (("fc6", "fc7"), ("fc8",)).'
             )
-        first, last = module.get_submodule(group[0]), module.get_submodule(group[-1])
+        first = module.get_submodule(group[0])
+        last = module.get_submodule(group[-1])
         columns: list[nn.Module] = [one for one in first.modules() if type(one) is nn.Linear]
         columns = columns or [first]
         others += columns

@@ -21,7 +21,9 @@ class NodeRanks:
     """The ranks that share layers. What they do here is collective, with as many images `[b, ...]` on every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.is_whole = False  # while layers compute with whole tensors, each rank by itself
         self.is_own_state = False  # whether state dicts hold this rank's slices, and to take one is not collective
         self.meet: Callable[[], None] = lambda: None  # before a state dict is gathered
@@ -76,7 +78,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, parts = group, parts.contiguous()
+        ctx.group = group
+        parts = parts.contiguous()
         arrived = torch.empty_like(parts)
         dist.all_to_all_single(arrived, parts, group=group)
         return arrived

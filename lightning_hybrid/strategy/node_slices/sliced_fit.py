@@ -42,7 +42,8 @@ def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks)
     """Cut layers of `module`, as of `requested_layers`, in place; return what each does that holds a slice."""
     found: dict[nn.Module, SlicedLayer] = {}
     for names in layers:
-        first, last = module.get_submodule(names[0]), module.get_submodule(names[-1])
+        first = module.get_submodule(names[0])
+        last = module.get_submodule(names[-1])
         entrance = Entrance(ranks)
         if len(names) == 1:
             found[first] = (VocabularyEmbedding if isinstance(first, nn.Embedding) else VocabularyHead)(first, entrance)
@@ -58,7 +59,8 @@ def cut_(module: nn.Module, layers: Sequence[tuple[str, ...]], ranks: NodeRanks)
         for name, dim in sliced.dims.items():
             if (parameter := layer._parameters[name]) is not None and id(parameter) not in slices:
                 one = Slice.of(parameter, dim, ranks, num_blocks=sliced.num_blocks)
-                slices[id(parameter)], parameter.data = one, one.own_of(parameter.detach())
+                slices[id(parameter)] = one
+                parameter.data = one.own_of(parameter.detach())
     for layer in module.modules():
         held = {name: slices[id(one)] for name, one in layer._parameters.items() if id(one) in slices}
         if held:
@@ -92,7 +94,8 @@ class SlicedFit:
         timeout: timedelta | None,
         is_synced: bool,
     ) -> None:
-        self.topology, self.names = topology, [name for some in layers for name in some]
+        self.topology = topology
+        self.names = [name for some in layers for name in some]
         self.groups: Sequence[tuple[str, ...]] = layers
         if not is_synced:
             wholes = (p.detach() for name in self.names for p in module.get_submodule(name).parameters())
@@ -209,7 +212,8 @@ class SlicedFit:
             return
         self._num_states += 1
         self._store.set(f"{self._num_states}/{self.topology.rank}", "")
-        missing, end_s = list(self.topology.node), monotonic() + STATE_LIMIT_S
+        missing = list(self.topology.node)
+        end_s = monotonic() + STATE_LIMIT_S
         while missing := [rank for rank in missing if not self._store.check([f"{self._num_states}/{rank}"])]:
             if monotonic() > end_s:
                 raise RuntimeError(
@@ -258,6 +262,7 @@ class SlicedFit:
                     optimizer.state[parameter] = self._entry(parameter, optimizer.state[parameter], to_whole=True)
         held = ((getattr(layer.layer, name), one) for layer in self._all_layers for name, one in layer.slices.items())
         for parameter, one in {id(pair[0]): pair for pair in held}.values():  # each once, also where it is tied
-            parameter.grad, parameter.data = None, one.whole_of(parameter.detach())
+            parameter.grad = None
+            parameter.data = one.whole_of(parameter.detach())
         for layer in self._all_layers:
             layer.end()

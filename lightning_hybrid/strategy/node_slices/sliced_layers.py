@@ -15,7 +15,7 @@ attention by heads, and embedding and cross-entropy over slices of a vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -61,11 +61,13 @@ class Slice:
 class SlicedLayer:
     """What a layer with slices does, put on it by attributes. This one only holds some, as of tied weights."""
 
-    dims: dict[str, int] = {}  # noqa: RUF012  of each parameter that is cut
+    dims: ClassVar[dict[str, int]] = {}  # the cut dimension of each sliced parameter
     num_blocks = 1
 
     def __init__(self, layer: Any, entrance: Entrance) -> None:
-        self.layer, self.entrance, self.ranks = layer, entrance, entrance.ranks
+        self.layer = layer
+        self.entrance = entrance
+        self.ranks = entrance.ranks
         self.slices: dict[str, Slice] = {}
 
     def begin(self) -> None:
@@ -103,7 +105,8 @@ class SlicedLayer:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with whole tensors. Collective."""
         # Not by a hook: those of the state dict, which may put other values in, come before.
-        state, prefix = type(self.layer).state_dict(self.layer, *args, **kwargs), kwargs.get("prefix", "")
+        state = type(self.layer).state_dict(self.layer, *args, **kwargs)
+        prefix = kwargs.get("prefix", "")
         if not self.ranks.is_own_state:
             self.ranks.meet()
             state |= {prefix + k: one.whole_of(state[prefix + k].detach()) for k, one in self.slices.items()}
@@ -129,7 +132,7 @@ class SlicedLayer:
 class ColumnLinear(SlicedLayer):
     """A linear layer cut by output features: `[g b, n]` -> `[g b, m / g]`."""
 
-    dims = {"weight": 0, "bias": 0}  # noqa: RUF012
+    dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute this rank's features of all images of the node."""
@@ -139,7 +142,7 @@ class ColumnLinear(SlicedLayer):
 class RowLinear(SlicedLayer):
     """A linear layer cut by input features: `[g b, m / g]` -> `[b, n]`, the rank's own images. The bias is whole."""
 
-    dims = {"weight": 1}  # noqa: RUF012
+    dims: ClassVar[dict[str, int]] = {"weight": 1}
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute all features of this rank's images; what ranks add is added in fp32 at least and rounded once."""
@@ -151,7 +154,8 @@ class RowLinear(SlicedLayer):
 class HeadsAttention(SlicedLayer):
     """`nn.MultiheadAttention` cut by heads; its `out_proj` is the last layer of the pair."""
 
-    dims, num_blocks = {"in_proj_weight": 0, "in_proj_bias": 0}, 3
+    dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
+    num_blocks = 3
 
     def forward(
         self,
@@ -182,14 +186,17 @@ class HeadsAttention(SlicedLayer):
         mask = None if attn_mask is None else attn_mask[None, None]
         given = [one_each[id(one)] for one in (query, key, value)]
         *given, padding, mask = self.entrance.gather([*given, padding, mask])
-        weights, bias = self.averaged("in_proj_weight").chunk(3), self.averaged("in_proj_bias")
+        weights = self.averaged("in_proj_weight").chunk(3)
+        bias = self.averaged("in_proj_bias")
         biases = (None, None, None) if bias is None else bias.chunk(3)
         features = (F.linear(*each) for each in zip(given, weights, biases, strict=True))
         shape = (layer.num_heads // self.ranks.size, -1)
         queries, keys, values = (one.unflatten(-1, shape).transpose(1, 2) for one in features)
-        zero, masks = query.new_zeros(()), [one for one in (padding, mask) if one is not None]
+        zero = query.new_zeros(())
+        masks = [one for one in (padding, mask) if one is not None]
         added = [zero.masked_fill(one, -torch.inf) if one.dtype is torch.bool else one.to(query) for one in masks]
-        mask, dropout = sum(added, zero) if added else None, layer.dropout if layer.training else 0.0
+        mask = sum(added, zero) if added else None
+        dropout = layer.dropout if layer.training else 0.0
         attended = F.scaled_dot_product_attention(
             queries, keys, values, mask, dropout_p=dropout, is_causal=is_causal and mask is None
         )
@@ -222,7 +229,9 @@ class Entrance:
         """
         images, *others = tree_leaves(values)
         self.ranks.refuse_unequal_batches(images, *others)
-        found, num, device = dict[int, Tensor](), images.shape[0], images.device
+        found = dict[int, Tensor]()
+        num = images.shape[0]
+        device = images.device
 
         def of_node(own: Tensor) -> Tensor:
             if own.dim() == 0 or own.shape[0] not in (1, num):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def token_losses(head: nn.Linear, features: Tensor, targets: Tensor) -> Tensor:
 class VocabularyEmbedding(SlicedLayer):
     """An embedding cut by tokens: numbers of tokens `[b, ...]` -> `[b, ..., n]`."""
 
-    dims = {"weight": 0}  # noqa: RUF012
+    dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up this rank's tokens for all ranks."""
@@ -62,7 +62,8 @@ class VocabularyHead(ColumnLinear):
     def all_logits(self, features: Tensor) -> Tensor:
         """Compute those of own classes, for all images; what fills up the last slice has no probability."""
         self.ranks.refuse_unequal_batches(features)
-        logits, cut = super().forward(self.ranks.gather(features)), self.slices["weight"]
+        logits = super().forward(self.ranks.gather(features))
+        cut = self.slices["weight"]
         num = len(cut.index)
         return logits if num == cut.length else F.pad(logits[..., :num], (0, cut.length - num), value=-torch.inf)
 

@@ -44,7 +44,8 @@ class ShardUpdateExtension(FitExtension):
     _shared: ShardedFit | None = None  # from set-up to end
 
     def __init__(self, scope: Scope) -> None:
-        self._scope, self._name = scope, f"`shard_update` (={scope!r})"
+        self._scope = scope
+        self._name = f"`shard_update` (={scope!r})"
 
     def engine_options(self, fit: FitContext, plan: CommPlan) -> dict[str, Any]:
         """Return the plan with which owners of parts get their sums."""
@@ -111,6 +112,7 @@ class ShardUpdateExtension(FitExtension):
 
     def end(self, fit: RunningFit, error: BaseException | None) -> None:
         """Make masters and state whole. After an error others do not come: weights are those of the step, rounded."""
-        shared, self._shared = self._shared, None
+        shared = self._shared
+        self._shared = None
         if shared is not None:
             shared.end(is_whole=error is None)

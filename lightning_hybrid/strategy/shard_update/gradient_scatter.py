@@ -53,11 +53,14 @@ def packing_of(owned: Sequence[Sequence[Range]], rest: list[Range], chunks: Sequ
         begin = 0
         for numel in chunks:
             shard = numel // len(owned)
-            at, room = begin + rank * shard, shard
+            at = begin + rank * shard
+            room = shard
             while room and left:
                 step = min(room, left[0][1] - left[0][0])
                 found.append((at, (left[0][0], left[0][0] + step)))
-                at, room, left[0][0] = at + step, room - step, left[0][0] + step
+                at = at + step
+                room = room - step
+                left[0][0] = left[0][0] + step
                 if left[0][0] == left[0][1]:
                     left.pop(0)
             begin += numel
@@ -71,9 +74,12 @@ class GradientScatter:
     def __init__(
         self, engine: CommEngine, shard_of: Callable[[Tensor], ParameterShard | None], *, is_possible: bool
     ) -> None:
-        self._engine, self._shard_of, self._is_possible = engine, shard_of, is_possible
+        self._engine = engine
+        self._shard_of = shard_of
+        self._is_possible = is_possible
         sharers = engine.topology.sharers(engine.update_scope)
-        self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
+        self._rank = sharers.index(engine.topology.rank)
+        self._num_ranks = len(sharers)
         self._packings: dict[tuple[int, ...], Packing | None] = {}
         self._plan = engine.plan
         self.is_on = False
@@ -86,10 +92,12 @@ class GradientScatter:
         """Average a bucket for its owners; None where it has to be averaged whole."""
         if not self.is_on or bucket.is_last():
             return None
-        packing, buffer = self._packing_of(bucket), bucket.buffer()
+        packing = self._packing_of(bucket)
+        buffer = bucket.buffer()
         if packing is None:
             return None
-        engine, index = self._engine, bucket.index()
+        engine = self._engine
+        index = bucket.index()
         dtypes = (buffer.dtype, engine.dtype_across_nodes)
         before, after = split_divisor(engine.num_terms, is_fp16=torch.float16 in dtypes)
         packed = buffer.new_zeros(packing.numel)  # and not kept: between steps memory is what is to be saved

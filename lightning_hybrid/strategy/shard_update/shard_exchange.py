@@ -63,7 +63,8 @@ def _cut(spans: Sequence[tuple[int, int]], numel: int) -> list[list[Slice]]:
                 room = numel
             step = min(room, end - begin)
             found[-1].append((index, begin, begin + step))
-            begin, room = begin + step, room - step
+            begin = begin + step
+            room = room - step
     return found
 
 
@@ -74,7 +75,8 @@ class ShardExchange:
         self._engine = engine
         sharers = engine.topology.sharers(engine.update_scope)
         self.place = self._rank, self._num_ranks = sharers.index(engine.topology.rank), len(sharers)
-        self.is_first, self.is_in_node = engine.topology.rank == 0, engine.update_scope == "node"
+        self.is_first = engine.topology.rank == 0
+        self.is_in_node = engine.update_scope == "node"
         self._layouts: dict[tuple[int, ...], list[PackedChunk]] = {}
 
     def add_up_(self, table: Tensor) -> None:

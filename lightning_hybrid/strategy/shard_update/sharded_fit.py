@@ -380,7 +380,8 @@ def spans_by_rank(numels: Sequence[int], num_parts: int) -> list[list[tuple[int,
     >>> spans_by_rank([3 * BLOCK, 3 * BLOCK], 2)  # three blocks are one and two: the second the other way round
     [[(16384, 49152), (0, 16384)], [(0, 16384), (16384, 49152)]]
     """
-    held, found = [0] * num_parts, []
+    held = [0] * num_parts
+    found = []
     for numel in numels:
         longest_first = sorted(spans(numel, num_parts, BLOCK), key=lambda span: span[0] - span[1])
         least_first = sorted(range(num_parts), key=held.__getitem__)
